@@ -24,54 +24,49 @@ from torch import Tensor
 
 
 class Channel(NamedTuple):
-    """One row of the texture array's table: what it is called, its range, and where it comes from."""
-
     name: str
     low: float
     high: float
+    group: str  # the key of `GROUPS` that switches it on; "" is always on
     source: str
 
 
 CHANNELS = (
-    Channel("red", 0, 1, "mean of sRGB red over the cell"),
-    Channel("green", 0, 1, "mean of sRGB green over the cell"),
-    Channel("blue", 0, 1, "mean of sRGB blue over the cell"),
-    Channel("lightness", 0, 1, "mean of CIE L* (D65) / 100"),
-    Channel("red_green", -1, 1, "mean of CIE a* / 128: red above, green below"),
-    Channel("edge_x", 0, 1, "largest |Sobel x| of luminance, 1 = a step from black to white"),
-    Channel("edge_y", 0, 1, "largest |Sobel y| of luminance, 1 = a step from black to white"),
-    Channel("edges", 0, 1, "mean Sobel magnitude m as m / (m + 0.1): how densely the cell is drawn"),
-    Channel("y", 0, 1, "the cell's centre, top to bottom"),
-    Channel("x", 0, 1, "the cell's centre, left to right"),
-    Channel("eccentricity", 0, 1, "distance from the image's centre / half its diagonal"),
-    Channel("saliency", 0, 1, "centre-surround colour difference, half a cell against 7x7 cells"),
-    Channel("luminance", 0, 1, "mean of luma, Rec. 601"),
-    Channel("faint_edges", 0, 1, "mean |Laplacian| over itself + luma's deviation: text, however low its contrast"),
-    Channel("variance", 0, 1, "luma's variance in the cell x 4: 1 = half black, half white"),
-    Channel("entropy", 0, 1, "entropy of luma's difference from the cell's mean, 9 bins / log 9"),
-    Channel("blue_yellow", -1, 1, "mean of CIE b* / 128: yellow above, blue below"),
-    Channel("surround_fine", 0, 1, "as saliency, a quarter of a cell against 3x3 cells"),
-    Channel("surround_coarse", 0, 1, "as saliency, a cell against 15x15 cells"),
-    Channel("strokes", 0, 1, "closing - opening of luma by 5x5 px of 16 a cell: strokes as thin as text's"),
-    Channel("colour_name", 0, 1, "which of the eleven basic colours is nearest, in `PALETTE`'s order / 10"),
-    Channel("colour_contrast", 0, 1, "distance of that colour from this image's others, by their share"),
-    Channel("motion", 0, 1, "mean change d of luma since the previous frame as d / (d + 0.05); else 0"),
-    Channel("previous_relevance", 0, 1, "the previous frame's relevance, passed in; else 0"),
-    *(Channel(f"semantic_{i}", -1, 1, "from outside (a glance through the model); else 0") for i in range(16)),
+    Channel("red", 0, 1, "", "mean of sRGB red over the cell"),
+    Channel("green", 0, 1, "", "mean of sRGB green over the cell"),
+    Channel("blue", 0, 1, "", "mean of sRGB blue over the cell"),
+    Channel("lightness", 0, 1, "", "mean of CIE L* (D65) / 100"),
+    Channel("red_green", -1, 1, "", "mean of CIE a* / 128: red above, green below"),
+    Channel("edge_x", 0, 1, "", "largest |Sobel x| of luminance, 1 = a step from black to white"),
+    Channel("edge_y", 0, 1, "", "largest |Sobel y| of luminance, 1 = a step from black to white"),
+    Channel("edges", 0, 1, "", "mean Sobel magnitude m as m / (m + 0.1): how densely the cell is drawn"),
+    Channel("y", 0, 1, "", "the cell's centre, top to bottom"),
+    Channel("x", 0, 1, "", "the cell's centre, left to right"),
+    Channel("eccentricity", 0, 1, "", "distance from the image's centre / half its diagonal"),
+    Channel("saliency", 0, 1, "", "centre-surround colour difference, half a cell against 7x7 cells"),
+    Channel("luminance", 0, 1, "", "mean of luma, Rec. 601"),
+    Channel(
+        "faint_edges", 0, 1, "edges", "mean |Laplacian| over itself + luma's deviation: text, however low its contrast"
+    ),
+    Channel("variance", 0, 1, "local", "luma's variance in the cell x 4: 1 = half black, half white"),
+    Channel("entropy", 0, 1, "local", "entropy of luma's difference from the cell's mean, 9 bins / log 9"),
+    Channel("blue_yellow", -1, 1, "opponency", "mean of CIE b* / 128: yellow above, blue below"),
+    Channel("surround_fine", 0, 1, "surround", "as saliency, a quarter of a cell against 3x3 cells"),
+    Channel("surround_coarse", 0, 1, "surround", "as saliency, a cell against 15x15 cells"),
+    Channel("strokes", 0, 1, "text", "closing - opening of luma by 5x5 px of 16 a cell: strokes as thin as text's"),
+    Channel("colour_name", 0, 1, "cluster", "which of the eleven basic colours is nearest, in `PALETTE`'s order / 10"),
+    Channel("colour_contrast", 0, 1, "cluster", "distance of that colour from this image's others, by their share"),
+    Channel("motion", 0, 1, "previous", "mean change d of luma since the previous frame as d / (d + 0.05); else 0"),
+    Channel("previous_relevance", 0, 1, "previous", "the previous frame's relevance, passed in; else 0"),
+    *(
+        Channel(f"semantic_{i}", -1, 1, "semantic", "from outside (a glance through the model); else 0")
+        for i in range(16)
+    ),
 )
 
-# The first 13 are always there. A colour vision's red-green axis and the middle of the three centre-surround
-# scales are among them, so `opponency` adds one channel and `surround` two.
-GROUPS = {
-    "edges": ("faint_edges",),
-    "local": ("variance", "entropy"),
-    "opponency": ("blue_yellow",),
-    "surround": ("surround_fine", "surround_coarse"),
-    "text": ("strokes",),
-    "cluster": ("colour_name", "colour_contrast"),
-    "previous": ("motion", "previous_relevance"),
-    "semantic": tuple(f"semantic_{i}" for i in range(16)),
-}
+# The red-green axis and the middle of three centre-surround scales are always on: `opponency` and `surround`
+# add the rest.
+GROUPS = {g: tuple(c.name for c in CHANNELS if c.group == g) for g in dict.fromkeys(c.group for c in CHANNELS) if g}
 
 # The eleven basic colour terms (Berlin & Kay 1969) as sRGB. A fixed palette in place of k-means: the same
 # colour has the same number in every image, and there is nothing to initialise. Neighbours look alike.
@@ -88,8 +83,7 @@ def channel_names(groups: Sequence[str] = ()) -> tuple[str, ...]:
     """The texture array's channels, in order, for a choice of `GROUPS` (13 for none, 40 for all)."""
     if unknown := set(groups) - set(GROUPS):
         raise ValueError(f"texture groups {sorted(unknown)} are unknown: choose from {', '.join(GROUPS)}.")
-    off = {name for group, names in GROUPS.items() if group not in groups for name in names}
-    return tuple(channel.name for channel in CHANNELS if channel.name not in off)
+    return tuple(channel.name for channel in CHANNELS if channel.group in {"", *groups})
 
 
 def to_patches(pixels: Tensor, *, patch_size: int = 16, temporal_patch_size: int = 2, merge_size: int = 2) -> Tensor:
@@ -101,7 +95,7 @@ def to_patches(pixels: Tensor, *, patch_size: int = 16, temporal_patch_size: int
     """
     block = patch_size * merge_size
     if pixels.dim() != 3 or pixels.shape[1] % block or pixels.shape[2] % block or not pixels.numel():
-        raise ValueError(f"pixels are {list(pixels.shape)}: pass one frame [C, H, W] with H and W multiples of {block}.")
+        raise ValueError(f"pixels are {list(pixels.shape)}: pass one frame [C, H, W], H and W multiples of {block}.")
     c, height, width = pixels.shape
     blocks = pixels.reshape(c, height // block, merge_size, patch_size, width // block, merge_size, patch_size)
     rows = blocks.permute(1, 4, 2, 5, 0, 3, 6).unsqueeze(5)  # [h, w, m, m, C, 1, p, p]
@@ -118,41 +112,35 @@ def from_patches(
     two of `image_grid_thw` do. The frames of the temporal axis are averaged (a still image's are identical).
     """
     h, w = (int(n) for n in grid_hw)
-    column = temporal_patch_size * patch_size**2
-    if h < 1 or w < 1 or h % merge_size or w % merge_size or patches.shape != (h * w, patches.shape[-1] // column * column):
-        raise ValueError(
-            f"patches are {list(patches.shape)} for a grid of {h}x{w} patches: pass [{h * w}, channels * {column}], "
-            f"and a grid whose sides are multiples of {merge_size}."
-        )
     m, p = merge_size, patch_size
+    if h < 1 or h % m or w < 1 or w % m:
+        raise ValueError(f"grid_hw is {h}x{w} patches: pass sides that are multiples of {m}.")
+    if patches.dim() != 2 or len(patches) != h * w or patches.shape[1] % (temporal_patch_size * p * p):
+        wanted = f"[{h * w}, channels * {temporal_patch_size} * {p} * {p}]"
+        raise ValueError(f"patches are {list(patches.shape)}: pass {wanted} for a grid of {h}x{w} patches.")
     blocks = patches.reshape(h // m, w // m, m, m, -1, temporal_patch_size, p, p)
-    frame = blocks[:, :, :, :, :, 0] if temporal_patch_size == 1 else blocks.mean(5)
-    return frame.permute(4, 0, 2, 5, 1, 3, 6).reshape(-1, h * p, w * p)
+    return blocks.mean(5).permute(4, 0, 2, 5, 1, 3, 6).reshape(-1, h * p, w * p)
 
 
 def to_pixels(
     patches: Tensor,
     grid_thw: Sequence[int],
     *,
-    patch_size: int = 16,
-    temporal_patch_size: int = 2,
-    merge_size: int = 2,
     mean: Sequence[float] = (0.5, 0.5, 0.5),
     std: Sequence[float] = (0.5, 0.5, 0.5),
+    **layout: int,
 ) -> Tensor:
     """Undo the image processor: one image's (or video's) rows of `pixel_values` -> pixels.
 
     `[t * h_p * w_p, 3 * temporal * patch * patch]`, any dtype -> float32 `[t, 3, H, W]` in [0, 1]. `t` is 1 for
-    an image. `mean` and `std` are the processor's `image_mean` and `image_std`.
+    an image. `mean` and `std` are the processor's `image_mean` and `image_std`, `layout` its `patch_size`,
+    `temporal_patch_size` and `merge_size`.
     """
     t, h, w = (int(n) for n in grid_thw)
     if patches.dim() != 2 or t < 1 or len(patches) != t * h * w:
-        raise ValueError(
-            f"pixel_values are {list(patches.shape)} for image_grid_thw {[t, h, w]}: pass exactly this image's {t * h * w} rows."
-        )
-    patches = _in_float(patches)
-    _refuse_not_finite("pixel_values", patches)
-    layout = {"patch_size": patch_size, "temporal_patch_size": temporal_patch_size, "merge_size": merge_size}
+        grid = f"image_grid_thw {[t, h, w]}"
+        raise ValueError(f"pixel_values are {list(patches.shape)} for {grid}: pass this image's {t * h * w} rows.")
+    patches, *_ = _finite("pixel_values", patches)
     frames = torch.stack([from_patches(rows, (h, w), **layout) for rows in patches.split(h * w)])
     if frames.shape[1] != 3:
         raise ValueError(f"pixel_values hold {frames.shape[1]} channels a patch: convert the image to RGB first.")
@@ -183,7 +171,7 @@ def texture(
         luma = rgb_to_grayscale(rgb)  # [1, 1, 16h, 16w]
         lab = _exactly(rgb_to_lab, rgb)
         gradient = _exactly(spatial_gradient, luma)[:, 0]  # [1, 2, 16h, 16w]
-        y, x, eccentricity = _places(h, w, rgb)
+        y, x, away = _places(h, w, rgb)
         lab_mean = _mean(lab)
         parts = [
             *_mean(rgb)[0],
@@ -191,7 +179,7 @@ def texture(
             lab_mean[0, 1] / 128,
             *F.max_pool2d(gradient.abs(), _FINE)[0] * 2,
             _saturate(_mean(_norm(gradient)), 0.1)[0, 0],
-            *(y, x, eccentricity, _centre_surround(lab, 2, 7)),
+            *(y, x, away, _centre_surround(lab, 2, 7)),
             _mean(luma)[0, 0],
         ]
         if "edges" in groups or "local" in groups:
@@ -274,7 +262,7 @@ def _nearest_colour(lab: Tensor) -> list[Tensor]:
     The latter is the histogram contrast of Cheng et al. 2011: the mean Lab distance to the colours of the
     image's cells, over 100.
     """
-    named = rgb_to_lab(torch.tensor(PALETTE, dtype=torch.float64).T[:, :, None] / 255)[:, :, 0].T.to(lab)  # [11, 3]
+    named = rgb_to_lab(torch.tensor(PALETTE).double().T[..., None] / 255)[..., 0].T.to(lab)  # [11, 3]
     nearest = (lab.flatten(1).T[:, None] - named).square().sum(-1).argmin(1)  # [h * w]
     share = torch.bincount(nearest, minlength=len(named)) / len(nearest)
     apart = (named[:, None] - named).square().sum(-1).sqrt()  # [11, 11]
@@ -316,7 +304,7 @@ def _shrink(image: Tensor, cell: int) -> Tensor:
 
 
 def _mean(x: Tensor) -> Tensor:
-    """Mean over each cell: `[1, C, 16h, 16w]` -> `[1, C, h, w]`."""
+    """Mean over each cell, `[1, C, 16h, 16w]` -> `[1, C, h, w]`."""
     return F.avg_pool2d(x, _FINE)
 
 
@@ -340,15 +328,13 @@ def _exactly(function, x: Tensor) -> Tensor:
     return function(x.double()).to(x.dtype) if x.is_cuda else function(x)
 
 
-def _in_float(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-def _refuse_not_finite(name: str, x: Tensor) -> tuple[float, float]:
+def _finite(name: str, x: Tensor) -> tuple[Tensor, float, float]:
+    """`x` in float32 (float64 stays) with its least and greatest value, which must be numbers."""
+    x = x if x.dtype == torch.float64 else x.float()
     low, high = (v.item() for v in torch.aminmax(x.detach()))
     if not float("-inf") < low <= high < float("inf"):
-        raise ValueError(f"{name} hold NaN or infinite values: repair or drop the image before passing it.")
-    return low, high
+        raise ValueError(f"{name} hold NaN or infinite values: repair the image or leave it out.")
+    return x, low, high
 
 
 def _checked(name: str, pixels: Tensor, cell: int) -> Tensor:
@@ -357,8 +343,7 @@ def _checked(name: str, pixels: Tensor, cell: int) -> Tensor:
         raise ValueError(f"{name} are {list(pixels.shape)}: pass one RGB image [3, H, W].")
     if pixels.shape[1] % cell or pixels.shape[2] % cell or not pixels.numel():
         raise ValueError(f"{name} are {list(pixels.shape)}: resize or pad H and W to multiples of {cell} px.")
-    pixels = _in_float(pixels)
-    low, high = _refuse_not_finite(name, pixels)
+    pixels, low, high = _finite(name, pixels)
     if low < -1e-3 or high > 1 + 1e-3:
         raise ValueError(f"{name} range from {low:.3g} to {high:.3g}: scale them to [0, 1] (`to_pixels` does).")
     return pixels[None]
