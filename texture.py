@@ -8,7 +8,8 @@ image's patches become pixels again, and the pixels become
 
 Nothing is learned and nothing is kept: pure functions of one image (a batch of differently sized images is
 a list), computed in float32 whatever the model's dtype (float64 stays, for gradient checks). Every range is
-fixed, never stretched to the image at hand, so a cell's values depend on its own surroundings alone.
+fixed, never stretched to the image at hand: a cell's values depend on its surroundings alone (but for
+`colour_contrast`, which asks how common a colour is in the image).
 Filters run where a cell is 16x16 px and pool to cells at the end: a filter run on one value a cell would
 miss everything that is thinner than a cell.
 """
@@ -45,9 +46,7 @@ CHANNELS = (
     Channel("eccentricity", 0, 1, "", "distance from the image's centre / half its diagonal"),
     Channel("saliency", 0, 1, "", "centre-surround colour difference, half a cell against 7x7 cells"),
     Channel("luminance", 0, 1, "", "mean of luma, Rec. 601"),
-    Channel(
-        "faint_edges", 0, 1, "edges", "mean |Laplacian| over itself + luma's deviation: text, however low its contrast"
-    ),
+    Channel("faint_edges", 0, 1, "edges", "mean |Laplacian| over itself + luma's deviation: low-contrast text"),
     Channel("variance", 0, 1, "local", "luma's variance in the cell x 4: 1 = half black, half white"),
     Channel("entropy", 0, 1, "local", "entropy of luma's difference from the cell's mean, 9 bins / log 9"),
     Channel("blue_yellow", -1, 1, "opponency", "mean of CIE b* / 128: yellow above, blue below"),
@@ -58,10 +57,7 @@ CHANNELS = (
     Channel("colour_contrast", 0, 1, "cluster", "distance of that colour from this image's others, by their share"),
     Channel("motion", 0, 1, "previous", "mean change d of luma since the previous frame as d / (d + 0.05); else 0"),
     Channel("previous_relevance", 0, 1, "previous", "the previous frame's relevance, passed in; else 0"),
-    *(
-        Channel(f"semantic_{i}", -1, 1, "semantic", "from outside (a glance through the model); else 0")
-        for i in range(16)
-    ),
+    *(Channel(f"semantic_{i}", -1, 1, "semantic", "from outside, as from a glance; else 0") for i in range(16)),
 )
 
 # The red-green axis and the middle of three centre-surround scales are always on: `opponency` and `surround`
@@ -324,7 +320,7 @@ def _saturate(x: Tensor, half: float) -> Tensor:
 
 
 def _exactly(function, x: Tensor) -> Tensor:
-    """Run a kornia function without TF32: on a GPU its convolutions would keep ten bits, and the choice would differ."""
+    """Run a kornia function without TF32: on a GPU its convolutions would round to ten bits, and choices differ."""
     return function(x.double()).to(x.dtype) if x.is_cuda else function(x)
 
 
