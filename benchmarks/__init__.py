@@ -1,0 +1,1 @@
+"""Scenes, methods, metrics and the runner that measure ARR-COC."""
