@@ -174,7 +174,7 @@ def texture(
             lab_mean[0, 0] / 100,
             lab_mean[0, 1] / 128,
             *F.max_pool2d(gradient.abs(), _FINE)[0] * 2,
-            _saturate(_mean(_norm(gradient)), 0.1)[0, 0],
+            _saturate(_mean(_root(gradient.square().sum(1, keepdim=True))), 0.1)[0, 0],
             *(y, x, away, _centre_surround(lab, 2, 7)),
             _mean(luma)[0, 0],
         ]
@@ -231,7 +231,8 @@ def _centre_surround(lab: Tensor, centres: int, surround: int) -> Tensor:
     part = F.avg_pool2d(lab, _FINE // centres)
     around = F.avg_pool2d(_mean(lab), surround, 1, surround // 2, count_include_pad=False)
     around = around.repeat_interleave(centres, 2).repeat_interleave(centres, 3)
-    return _saturate(F.max_pool2d(_norm(part - around), centres), 30.0)[0, 0]
+    apart = _root((part - around).square().sum(1, keepdim=True))
+    return _saturate(F.max_pool2d(apart, centres), 30.0)[0, 0]
 
 
 def _entropy(residual: Tensor) -> Tensor:
@@ -302,11 +303,6 @@ def _shrink(image: Tensor, cell: int) -> Tensor:
 def _mean(x: Tensor) -> Tensor:
     """Mean over each cell, `[1, C, 16h, 16w]` -> `[1, C, h, w]`."""
     return F.avg_pool2d(x, _FINE)
-
-
-def _norm(x: Tensor) -> Tensor:
-    """Length of each pixel's vector: `[1, C, h, w]` -> `[1, 1, h, w]`."""
-    return _root(x.square().sum(1, keepdim=True))
 
 
 def _root(x: Tensor) -> Tensor:

@@ -1,0 +1,668 @@
+"""ARR-COC on Qwen3-VL: relevance is read off the pixels, and only the chosen tokens go through the model.
+
+Modifications of `Qwen3VLForConditionalGeneration`, none of whose code is copied or patched:
+
+- `perceive` runs the stages texture, knowing, balancing and attending, and returns all that they said.
+- `generate` and `forward` spend what was perceived: chosen patches through the vision tower, a shortened prompt with
+  every token's true position through the language model. With `num_visual_tokens="all"` they are the stock ones.
+- `from_pretrained` and `save_pretrained` know two layouts: base by reference plus a small add-on, and merged.
+"""
+
+import copy
+import os
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from huggingface_hub.errors import HFValidationError
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers.generation.streamers import BaseStreamer
+from transformers.masking_utils import create_causal_mask
+from transformers.models.qwen3_vl.modeling_qwen3_vl import (
+    BaseModelOutputWithDeepstackFeatures,
+    Qwen3VLForConditionalGeneration,
+    apply_rotary_pos_emb,
+    repeat_kv,
+)
+from transformers.utils import ModelOutput, cached_file
+
+from .attending import Shaping, attend, flat, flat_scale, resolve_budget, token_gain
+from .balancing import Policy, balance
+from .configuration_arr_coc import ArrCocConfig, check_budget
+from .knowing import Bridge, Glance, perspectival, propositional, to_grid
+from .realizing import gather_patches, pool_features, shorten, tower_inputs
+from .texture import detail, texture, to_pixels
+
+ADD_ON = "arr_coc.safetensors"
+
+
+@dataclass
+class ArrCocOutput(ModelOutput):
+    """Everything the stages said. Lists have one entry an image, in the images' order; images may differ in size.
+
+    Attributes:
+        grid: `(h, w)` in cells.
+        texture: `[C, h, w]` float32.
+        detail: `[2, h, w]` in [0, 1], what is lost at scales 2 and 4.
+        propositional, perspectival, participatory: `[h, w]` in [0, 1].
+        weights: `[3]`, positive, of the three balanced terms.
+        tensions: `[3]` in (0, 1), in the order of `balancing.TENSIONS`, the share of the second opponent.
+        relevance: `[h, w]` in [0, 1].
+        gain: `[h, w]` in (0, 1), relevance shaped into what the allocator maximises.
+        allocation: `[n, 3]` int64 on the CPU, rows `(scale, y, x)`.
+        budget: tokens that could have been spent.
+        seconds: wall time of `texture`, `glance`, `knowing`, `balancing` and `attending` over all images. Work on an
+            accelerator is not waited for.
+    """
+
+    grid: list[tuple[int, int]] | None = None
+    texture: list[Tensor] | None = None
+    detail: list[Tensor] | None = None
+    propositional: list[Tensor] | None = None
+    perspectival: list[Tensor] | None = None
+    participatory: list[Tensor] | None = None
+    weights: list[Tensor] | None = None
+    tensions: list[Tensor] | None = None
+    relevance: list[Tensor] | None = None
+    gain: list[Tensor] | None = None
+    allocation: list[Tensor] | None = None
+    budget: list[int] | None = None
+    seconds: dict[str, float] | None = None
+
+
+class Relevance(nn.Module):
+    """All that ARR-COC learns, kept in float32."""
+
+    def __init__(self, config: ArrCocConfig):
+        super().__init__()
+        text = config.text_config
+        if config.participatory != "texture":
+            read = min(config.glance_readout_layers, config.num_glance_layers)
+            self.glance = Glance(read * text.num_attention_heads, text.hidden_size, config.lens_rank)
+        if config.participatory != "glance":
+            self.bridge = Bridge(config.num_texture_channels, text.hidden_size, config.bridge_dim)
+        self.policy = Policy(text.hidden_size, config.policy_dim, config.weights_normalisation)
+        self.shaping = Shaping()
+
+
+class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
+    """Qwen3-VL that realizes relevance. See the module's docstring and `perceive`, `generate`, `forward`."""
+
+    config: ArrCocConfig
+    config_class = ArrCocConfig
+    _keep_in_fp32_modules_strict = ["relevance"]
+
+    def __init__(self, config: ArrCocConfig):
+        super().__init__(config)
+        if config.num_glance_layers > config.text_config.num_hidden_layers:
+            raise ValueError(
+                f"glance_layers={config.glance_layers}, but the language model has only "
+                f"{config.text_config.num_hidden_layers} layers."
+            )
+        self.relevance = Relevance(config)
+        self.post_init()
+
+    def _init_weights(self, module):
+        if isinstance(module, (Glance, Bridge, Policy, Shaping)):
+            module.reset_parameters()
+        else:
+            super()._init_weights(module)
+
+    # --------------------------------------------------------------------------------------------- perceive
+
+    def perceive(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        num_visual_tokens: int | float | str | list | None = None,
+        **_,
+    ) -> ArrCocOutput:
+        """Decides, for each image and the question beside it, where its tokens go. The vision tower sees no fine patch.
+
+        Args:
+            input_ids, attention_mask (`[B, L]`), pixel_values (`[patches, D]`), image_grid_thw (`[images, 3]`): as the
+                processor made them; its further outputs are accepted and not needed.
+            num_visual_tokens: the budget of each image, or a list with one an image: a positive int, a share in
+                (0, 1], `"auto"` or `"all"`; the config's unless given.
+
+        Returns:
+            [`ArrCocOutput`], which `generate` and `forward` accept as `perception` beside the same inputs.
+
+        Raises:
+            ValueError: budgets, images and placeholders that do not fit each other, or pixels that are not finite.
+        """
+        prompt = _Prompt(input_ids, attention_mask, pixel_values, image_grid_thw, self.config)
+        budgets = self._budgets(num_visual_tokens, len(prompt.grids))
+        out = ArrCocOutput(**{name: [] for name in ArrCocOutput.__dataclass_fields__})
+        out.grid, out.seconds = prompt.grids, {}
+        if not prompt.grids:
+            return out
+        with _timed(out.seconds, "texture"):
+            for patches, grid in zip(prompt.patches, image_grid_thw.tolist(), strict=True):
+                pixels = to_pixels(
+                    patches, grid, mean=self.config.image_mean, std=self.config.image_std, **self._layout
+                )[0]
+                out.texture.append(texture(pixels, self.config.cell, self.config.texture_groups))
+                out.detail.append(detail(pixels, self.config.cell))
+        questions = [prompt.question(row) for row in prompt.image_rows]
+        with _timed(out.seconds, "glance"):
+            logits = self._glance(prompt, questions) if hasattr(self.relevance, "glance") else [0.0] * len(questions)
+        with _timed(out.seconds, "knowing"):
+            embedding = self.get_input_embeddings()
+            asked = [embedding(q).mean(0).detach() if len(q) else self._no_question for q in questions]
+            for i, (h, w) in enumerate(prompt.grids):
+                logit = logits[i] + torch.zeros(h, w, device=out.texture[i].device)
+                if hasattr(self.relevance, "bridge"):
+                    logit = logit + self.relevance.bridge(out.texture[i], asked[i])
+                out.participatory.append(logit.sigmoid())
+                out.propositional.append(propositional(out.detail[i]))
+                out.perspectival.append(perspectival(out.texture[i]))
+        with _timed(out.seconds, "balancing"):
+            for i, maps in enumerate(zip(out.propositional, out.perspectival, out.participatory, strict=True)):
+                weights, tensions = self.relevance.policy(asked[i], maps)
+                out.weights.append(weights)
+                out.tensions.append(tensions)
+                out.relevance.append(balance(maps, weights, tensions))
+                out.gain.append(self.relevance.shaping(out.relevance[i]))
+        with _timed(out.seconds, "attending"):
+            config = self.config
+            for i, (gain, budget) in enumerate(zip(out.gain, budgets, strict=True)):
+                spend = resolve_budget(
+                    budget, gain, config.auto_coverage, config.min_visual_tokens, config.max_visual_tokens
+                )
+                out.budget.append(spend)
+                out.allocation.append(
+                    attend(gain, out.detail[i], spend, config.allocator, config.topk_neighbourhood)
+                )
+        return out
+
+    @torch.no_grad()
+    def _glance(self, prompt: "_Prompt", questions: list[Tensor]) -> list[Tensor | float]:
+        """A few coarse tokens of each image beside its question, half-way through the model: `[h, w]` logits an image.
+
+        Each image is glanced at on its own, as the stock model sees a thumbnail: `<|im_start|>user`, the thumbnail,
+        the question. What stands elsewhere in the prompt cannot leak in, and neither can the answer in training. An
+        image without a question is not glanced at: 0.
+        """
+        config, lm = self.config, self.model.language_model
+        asked = [i for i, question in enumerate(questions) if len(question)]
+        if not asked:
+            return [0.0] * len(questions)
+        sizes, rows, prompts = {}, [], []
+        device = prompt.input_ids.device
+        opening = torch.tensor(config.user_turn_token_ids, device=device)
+        start, end = (torch.tensor([x], device=device) for x in (config.vision_start_token_id, config.vision_end_token_id))
+        for i in asked:
+            h, w = prompt.grids[i]
+            s = flat_scale(h, w, config.glance_tokens)
+            sizes[i] = (s, -(-h // s), -(-w // s))
+            rows.append(gather_patches(prompt.patches[i], flat(h, w, s), h, w, **self._layout))
+            pads = torch.full((sizes[i][1] * sizes[i][2],), config.image_token_id, device=device)
+            prompts.append(torch.cat([opening, start, pads, end, questions[i]]))
+        thumbnails = torch.tensor([[1, 2 * sizes[i][1], 2 * sizes[i][2]] for i in asked], device=device)
+        seen = self.model.get_image_features(torch.cat(rows), thumbnails, return_dict=True)
+
+        # Padding stands on the right, where a causal model's earlier tokens never see it: no mask is needed.
+        ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
+        lengths = torch.tensor([len(p) for p in prompts], device=device)
+        real = torch.arange(ids.shape[1], device=device) < lengths[:, None]
+        is_image = (ids == config.image_token_id) & real
+        positions, _ = self.model.get_rope_index(ids, is_image.int(), thumbnails, attention_mask=real)
+        states = lm.embed_tokens(ids)
+        states = states.masked_scatter(is_image[..., None], torch.cat(seen.pooler_output).to(states.dtype))
+        mask = create_causal_mask(
+            config=lm.config, inputs_embeds=states, attention_mask=None, past_key_values=None, position_ids=None
+        )
+        rotary = lm.rotary_emb(states, positions)
+        queries, keys = [], []
+        last = config.num_glance_layers
+        for i, layer in enumerate(lm.layers[:last]):
+            if i >= last - config.glance_readout_layers:
+                query, key = _query_key(layer, states, rotary)
+                queries.append(query)
+                keys.append(key)
+            states = layer(states, attention_mask=mask, position_embeddings=rotary)
+            if i < len(seen.deepstack_features):
+                added = torch.cat(seen.deepstack_features[i]).to(states.dtype)
+                states = states.masked_scatter(is_image[..., None], states[is_image] + added)
+        queries, keys = torch.cat(queries, 1), torch.cat(keys, 1)  # [images, heads, l, d]
+
+        out = [0.0] * len(questions)
+        with torch.set_grad_enabled(self.relevance.glance.bias.requires_grad):
+            for j, i in enumerate(asked):
+                scale, n = sizes[i][0], sizes[i][1] * sizes[i][2]
+                first = len(opening) + 1
+                cells, neutral = slice(first, first + n), slice(first + n, first + n + 1)
+                question = slice(first + n + 1, int(lengths[j]))
+                logits = self.relevance.glance(
+                    query=queries[j, :, question],
+                    neutral=queries[j, :, neutral],
+                    key=keys[j, :, cells],
+                    question=states[j, question],
+                    cells=states[j, cells],
+                )
+                out[i] = to_grid(logits, scale, *prompt.grids[i])
+        return out
+
+    @property
+    def _layout(self) -> dict[str, int]:
+        vision = self.config.vision_config
+        return {
+            "patch_size": vision.patch_size,
+            "temporal_patch_size": vision.temporal_patch_size,
+            "merge_size": vision.spatial_merge_size,
+        }
+
+    @property
+    def _rule(self) -> dict:
+        return {"merge_size": self.config.vision_config.spatial_merge_size, "rule": self.config.place}
+
+    @property
+    def _no_question(self) -> Tensor:
+        return self.get_input_embeddings().weight.new_zeros(self.config.text_config.hidden_size)
+
+    def _budgets(self, num_visual_tokens, images: int) -> list:
+        if num_visual_tokens is None:
+            num_visual_tokens = self.config.num_visual_tokens
+        if isinstance(num_visual_tokens, (list, tuple)):
+            if len(num_visual_tokens) != images:
+                raise ValueError(
+                    f"num_visual_tokens has {len(num_visual_tokens)} budgets for {images} images: give one for each "
+                    "image, in the order in which they stand in the prompts, or a single one for all."
+                )
+            return [check_budget(b, f"num_visual_tokens[{i}]") for i, b in enumerate(num_visual_tokens)]
+        return [check_budget(num_visual_tokens)] * images
+
+    # -------------------------------------------------------------------------------------------------- spend
+
+    def _spend(self, inputs: dict, perception: ArrCocOutput | None, num_visual_tokens) -> tuple[dict, Tensor] | None:
+        """Inputs as the processor made them -> inputs for the stock model with the chosen tokens only, and `kept`.
+
+        None if there is nothing to choose: no image, every budget `"all"`, or embeddings in the place of ids.
+        """
+        grids, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
+        if pixels is None and grids is None or inputs.get("input_ids") is None:
+            if perception is None and num_visual_tokens is not None:
+                self._budgets(num_visual_tokens if not isinstance(num_visual_tokens, (list, tuple)) else [], 0)
+            return None
+        if perception is None:
+            count = 0 if grids is None else len(grids)
+            if all(budget == "all" for budget in self._budgets(num_visual_tokens, count)):
+                return None
+            perception = self.perceive(**inputs, num_visual_tokens=num_visual_tokens)
+        prompt = _Prompt(inputs["input_ids"], inputs.get("attention_mask"), pixels, grids, self.config)
+        if prompt.grids != perception.grid:
+            raise ValueError(
+                f"perception is of images with grids {perception.grid}, the inputs have {prompt.grids}: pass the "
+                "perception that `perceive` returned for these inputs."
+            )
+        with torch.no_grad():
+            types = inputs.get("mm_token_type_ids")
+            if types is None:
+                types = prompt.is_image.int() + 2 * (prompt.input_ids == self.config.video_token_id).int()
+            positions, _ = self.model.get_rope_index(
+                prompt.input_ids, types, grids, inputs.get("video_grid_thw"), attention_mask=prompt.attention_mask
+            )
+        short = shorten(
+            prompt.input_ids,
+            prompt.attention_mask,
+            positions,
+            prompt.is_image,
+            perception.allocation,
+            prompt.grids,
+            pad=self.config.text_config.pad_token_id or self.config.turn_end_token_id,
+            **self._rule,
+        )
+        kept = short.pop("kept")
+        dropped = ("pixel_values", "image_grid_thw", "pixel_values_videos", "video_grid_thw", "mm_token_type_ids")
+        spent = {k: v for k, v in inputs.items() if k not in dropped} | short
+        spent["mm_encoder_outputs"] = {"image": self._realize(prompt, perception)}
+        if inputs.get("pixel_values_videos") is not None:
+            spent["mm_encoder_outputs"]["video"] = self.model.get_video_features(
+                inputs["pixel_values_videos"], inputs["video_grid_thw"], return_dict=True
+            )
+        return spent, kept
+
+    def _realize(self, prompt: "_Prompt", perception: ArrCocOutput) -> BaseModelOutputWithDeepstackFeatures:
+        """The chosen tokens' features, one entry an image: `[n, d]`, DeepStack's likewise.
+
+        In training each token is gated by its gain, straight through: the forward value is unchanged, and a token
+        whose feature lowers the loss raises the relevance of its place.
+        """
+        visual, counts = self.model.visual, [len(a) for a in perception.allocation]
+        chosen = list(zip(perception.allocation, prompt.grids, strict=True))
+        if self.config.realize == "after":
+            full = self.model.get_image_features(torch.cat(prompt.patches), prompt.grid_thw, return_dict=True)
+            levels = [
+                [pool_features(x, a, h, w) for x, (a, (h, w)) in zip(level, chosen, strict=True)]
+                for level in (full.pooler_output, *full.deepstack_features)
+            ]
+        else:
+            rows = [
+                gather_patches(patches, a, h, w, **self._layout)
+                for patches, (a, (h, w)) in zip(prompt.patches, chosen, strict=True)
+            ]
+            allocations = [a.to(rows[0].device) for a in perception.allocation]
+            side = int(self.config.vision_config.num_position_embeddings**0.5)
+            seen = visual(
+                torch.cat(rows).to(visual.dtype),
+                grid_thw=prompt.grid_thw,
+                return_dict=True,
+                **tower_inputs(allocations, prompt.grids, side, **self._rule),
+            )
+            levels = [list(level.split(counts)) for level in (seen.pooler_output, *seen.deepstack_features)]
+        if self.training and any(gain.requires_grad for gain in perception.gain):
+            for i, (allocation, _) in enumerate(chosen):
+                gate = token_gain(perception.gain[i], allocation)[:, None]
+                gate = (1 + gate - gate.detach()).to(levels[0][i].dtype)
+                for level in levels:
+                    level[i] = level[i] * gate.to(level[i].device)
+        return BaseModelOutputWithDeepstackFeatures(
+            pooler_output=tuple(levels[0]), deepstack_features=[tuple(level) for level in levels[1:]]
+        )
+
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values=None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        pixel_values: Tensor | None = None,
+        pixel_values_videos: Tensor | None = None,
+        image_grid_thw: Tensor | None = None,
+        video_grid_thw: Tensor | None = None,
+        mm_token_type_ids: Tensor | None = None,
+        logits_to_keep: int | Tensor = 0,
+        mm_encoder_outputs: dict | None = None,
+        num_visual_tokens: int | float | str | list | None = None,
+        perception: ArrCocOutput | None = None,
+        **kwargs,
+    ):
+        """As stock, on the chosen tokens only. Logits are those of the shortened prompts; labels are shortened alike.
+
+        Args:
+            num_visual_tokens: the budget, as in [`perceive`]. Of no effect where there are no raw pixels (a decoding
+                step, or `mm_encoder_outputs`), or with `inputs_embeds`.
+            perception: what `perceive` returned for these inputs; then nothing is chosen anew.
+        """
+        inputs = {
+            "input_ids": input_ids,
+            "attention_mask": attention_mask,
+            "pixel_values": pixel_values,
+            "pixel_values_videos": pixel_values_videos,
+            "image_grid_thw": image_grid_thw,
+            "video_grid_thw": video_grid_thw,
+            "mm_token_type_ids": mm_token_type_ids,
+            "position_ids": position_ids,
+            "mm_encoder_outputs": mm_encoder_outputs,
+        }
+        if mm_encoder_outputs is None and pixel_values is not None:
+            spent = self._spend(inputs, perception, num_visual_tokens)
+            if spent is not None:
+                inputs, kept = spent
+                if labels is not None:
+                    labels = torch.where(kept < 0, -100, labels.gather(1, kept.clamp(min=0)))
+        return super().forward(
+            **inputs,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        *args,
+        num_visual_tokens: int | float | str | list | None = None,
+        perception: ArrCocOutput | None = None,
+        **kwargs,
+    ):
+        """Stock `generate` in all its modes, on the chosen tokens only; returns the caller's own prompts and answers.
+
+        Args:
+            num_visual_tokens: the budget, as in [`perceive`].
+            perception: what `perceive` returned for these inputs; then nothing is chosen anew.
+        """
+        if inputs is not None:
+            kwargs["input_ids"] = inputs
+        prompt = kwargs.get("input_ids")
+        cache = kwargs.get("past_key_values")
+        with torch.no_grad():
+            spent = self._spend(kwargs, perception, num_visual_tokens)
+        if spent is None:
+            return super().generate(None, *args, **kwargs)
+        if cache is not None and cache.get_seq_length() > 0:
+            raise ValueError(
+                "past_key_values already holds tokens, and their number depends on what was chosen then: pass an empty "
+                'cache, or num_visual_tokens="all" in every turn.'
+            )
+        kwargs = self._count_new_tokens(spent[0], prompt.shape[1])
+        if kwargs.get("streamer") is not None:
+            kwargs["streamer"] = _PromptFirst(kwargs["streamer"], prompt)
+        out = super().generate(None, *args, **kwargs)
+        sequences = out.sequences if isinstance(out, ModelOutput) else out
+        answers = sequences[:, kwargs["input_ids"].shape[1] :]
+        whole = prompt.to(answers.device).repeat_interleave(len(answers) // len(prompt), 0)
+        sequences = torch.cat([whole, answers], 1)
+        if not isinstance(out, ModelOutput):
+            return sequences
+        out.sequences = sequences
+        return out
+
+    def _count_new_tokens(self, kwargs: dict, length: int) -> dict:
+        """Lengths that count the caller's prompt become lengths that count new tokens, since the prompt is shorter."""
+        config = kwargs.get("generation_config") or self.generation_config
+        for total, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
+            given = kwargs.pop(total, None)
+            if kwargs.get(new) is not None or (given is None and getattr(config, new, None) is not None):
+                continue
+            given = getattr(config, total, None) if given is None else given
+            if given and not (total == "max_length" and given == 20 and getattr(config, "max_length", None) == 20):
+                if total == "max_length" and given <= length:
+                    raise ValueError(f"max_length={given}, but the prompt alone has {length} tokens: use max_new_tokens.")
+                kwargs[new] = max(given - length, 0)
+        return kwargs
+
+    # ------------------------------------------------------------------------------------------- save and load
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, config=None, **kwargs):
+        """As stock, for both layouts. With a base by reference, its weights come from the base's pinned commit.
+
+        Raises:
+            ValueError: an add-on that does not fit: missing or unexpected weights, other shapes, a damaged file.
+        """
+        hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "proxies", "subfolder")
+        own = {k: kwargs[k] for k in hub if kwargs.get(k) is not None}
+        if not isinstance(config, ArrCocConfig):
+            config, unused = ArrCocConfig.from_pretrained(
+                config or pretrained_model_name_or_path, return_unused_kwargs=True, **own, **_config_fields(kwargs)
+            )
+            kwargs = {k: v for k, v in kwargs.items() if k not in _config_fields(kwargs)}
+        if config.base_model_name_or_path is None or pretrained_model_name_or_path is None:
+            return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+        config = copy.deepcopy(config)
+        base, revision = config.base_model_name_or_path, config.base_model_revision
+        commit = getattr(config, "_commit_hash", None)
+        add_on = _find_add_on(pretrained_model_name_or_path, own | ({"_commit_hash": commit} if commit else {}))
+        of_base = {k: v for k, v in kwargs.items() if k not in ("revision", "subfolder", "code_revision", "adapter_kwargs")}
+        of_base |= {"_commit_hash": revision, "revision": revision or "main"}
+        loaded = super().from_pretrained(base, *args, config=config, **of_base)
+        model, info = loaded if isinstance(loaded, tuple) else (loaded, None)
+        model._load_add_on(add_on)
+        model.config.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
+        if info is None:
+            return model
+        info["missing_keys"] = type(info["missing_keys"])(
+            k for k in info["missing_keys"] if not k.startswith("relevance.")
+        )
+        return model, info
+
+    _keys_to_ignore_on_load_missing = [r"^relevance\."]
+
+    def _load_add_on(self, path: str):
+        try:
+            weights = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"add-on {path} cannot be read ({error}): download or save it again.") from error
+        own = self.relevance.state_dict()
+        problems = [f"missing {k}" for k in own.keys() - weights.keys()]
+        problems += [f"unexpected {k}" for k in weights.keys() - own.keys()]
+        problems += [
+            f"{k} is {list(weights[k].shape)}, not {list(own[k].shape)}"
+            for k in own.keys() & weights.keys()
+            if own[k].shape != weights[k].shape
+        ]
+        if problems:
+            raise ValueError(
+                f"add-on {path} does not fit this base and config: {'; '.join(sorted(problems))}. Use the add-on that "
+                "was trained for them, or the config that it was saved with."
+            )
+        self.relevance.load_state_dict(weights)
+
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        """As stock where the checkpoint is merged; config and add-on alone while a base is referenced."""
+        if self.config.base_model_name_or_path is None or kwargs.get("state_dict") is not None:
+            return super().save_pretrained(save_directory, *args, **kwargs)
+        if not kwargs.get("is_main_process", True):
+            return
+        os.makedirs(save_directory, exist_ok=True)
+        config = copy.deepcopy(self.config)
+        config.architectures = [type(self).__name__]
+        config.save_pretrained(save_directory)
+        self.generation_config.save_pretrained(save_directory)
+        target = os.path.join(save_directory, ADD_ON)
+        weights = {k: v.detach().float().cpu().contiguous() for k, v in self.relevance.state_dict().items()}
+        save_file(weights, target + ".part", metadata={"format": "pt"})
+        os.replace(target + ".part", target)
+
+
+class _Prompt:
+    """A batch of prompts taken apart, and checked before any work is done."""
+
+    def __init__(self, input_ids, attention_mask, pixel_values, image_grid_thw, config: ArrCocConfig):
+        self.config = config
+        self.input_ids = input_ids
+        self.attention_mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        self.is_image = (input_ids == config.image_token_id) & self.attention_mask.bool()
+        self.grid_thw = image_grid_thw
+        self.grids, self.patches, self.image_rows = [], [], []
+        if (pixel_values is None) != (image_grid_thw is None):
+            given, missing = ("pixel_values", "image_grid_thw")[:: 1 if image_grid_thw is None else -1]
+            raise ValueError(f"{given} came without {missing}: pass both, as the processor returns them.")
+        merge = config.vision_config.spatial_merge_size
+        if image_grid_thw is not None:
+            for t, h, w in image_grid_thw.tolist():
+                if t != 1 or h % merge or w % merge or min(h, w) < merge:
+                    raise ValueError(f"image_grid_thw holds {[t, h, w]}: a still image's is [1, h, w], in multiples of {merge}.")
+                self.grids.append((h // merge, w // merge))
+            counts = image_grid_thw.prod(-1).tolist()
+            if sum(counts) != len(pixel_values):
+                raise ValueError(
+                    f"pixel_values has {len(pixel_values)} rows, image_grid_thw asks for {sum(counts)}: pass both as "
+                    "the processor returned them."
+                )
+            self.patches = list(pixel_values.split(counts))
+        cells, found = sum(h * w for h, w in self.grids), int(self.is_image.sum())
+        if cells != found:
+            raise ValueError(
+                f"the prompts hold {found} image placeholders for {len(self.grids)} images with {cells} cells: pass "
+                "every image that a prompt names and no other. A placeholder typed into a question counts too; keep "
+                "it text with apply_chat_template(..., sanitize_control_tokens=True)."
+            )
+        rows, columns = self.is_image.nonzero(as_tuple=True)
+        start = 0
+        for h, w in self.grids:
+            run = slice(start, start + h * w)
+            if rows[run].unique().numel() != 1 or int(columns[run][-1] - columns[run][0]) != h * w - 1:
+                raise ValueError(
+                    "image placeholders do not stand in one run for each image, in the images' order: a placeholder "
+                    "was typed into a question, or prompts and images were shuffled."
+                )
+            self.image_rows.append(int(rows[start]))
+            start += h * w
+
+    def question(self, row: int) -> Tensor:
+        """The question's token ids, `[Q]`: the text of the last user turn, or all text where there is no such turn."""
+        config = self.config
+        ids = self.input_ids[row][self.attention_mask[row].bool()]
+        opening = torch.tensor(config.user_turn_token_ids, device=ids.device)
+        if len(ids) >= len(opening):
+            starts = (ids.unfold(0, len(opening), 1) == opening).all(1).nonzero()[:, 0]
+            if len(starts):
+                turn = ids[starts[-1] + len(opening) :]
+                ends = (turn == config.turn_end_token_id).nonzero()[:, 0]
+                text = self._text(turn[: ends[0]] if len(ends) else turn)
+                if len(text):
+                    return text
+        return self._text(ids[ids != config.turn_end_token_id])
+
+    def _text(self, ids: Tensor) -> Tensor:
+        config = self.config
+        vision = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
+        return ids[~torch.isin(ids, torch.tensor(vision, device=ids.device))]
+
+
+class _PromptFirst(BaseStreamer):
+    """Hands a streamer the caller's own prompt in the place of the shortened one."""
+
+    def __init__(self, streamer: BaseStreamer, prompt: Tensor):
+        self.streamer, self.prompt = streamer, prompt
+
+    def put(self, value):
+        if self.prompt is not None:
+            value, self.prompt = self.prompt.cpu(), None
+        self.streamer.put(value)
+
+    def end(self):
+        self.streamer.end()
+
+
+def _query_key(layer: nn.Module, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """A decoder layer's queries, scaled, and keys, both with rotary positions: `[B, l, d]` -> `[B, heads, l, head_dim]`.
+
+    Read beside the layer's own attention, so that no backend has to give its weights away.
+    """
+    attention = layer.self_attn
+    x = layer.input_layernorm(states)
+    shape = (*x.shape[:-1], -1, attention.head_dim)
+    query = attention.q_norm(attention.q_proj(x).view(shape)).transpose(1, 2)
+    key = attention.k_norm(attention.k_proj(x).view(shape)).transpose(1, 2)
+    query, key = apply_rotary_pos_emb(query, key, *rotary)
+    return query * attention.scaling, repeat_kv(key, attention.num_key_value_groups)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], stage: str):
+    start = time.perf_counter()
+    yield
+    seconds[stage] = seconds.get(stage, 0.0) + time.perf_counter() - start
+
+
+def _config_fields(kwargs: dict) -> dict:
+    return {k: v for k, v in kwargs.items() if k in ArrCocConfig.__dataclass_fields__ and k != "dtype"}
+
+
+def _find_add_on(path, hub: dict) -> str:
+    try:
+        return cached_file(str(path), ADD_ON, **hub)
+    except (OSError, HFValidationError) as error:
+        raise ValueError(
+            f"{path} names a base model but holds no {ADD_ON}: it is not an ARR-COC add-on, or its download failed "
+            f"({error})."
+        ) from error
+
+
+ArrCocForConditionalGeneration.register_for_auto_class("AutoModel")
+ArrCocForConditionalGeneration.register_for_auto_class("AutoModelForImageTextToText")
+
+__all__ = ["ArrCocConfig", "ArrCocForConditionalGeneration", "ArrCocOutput"]
