@@ -12,7 +12,10 @@ Arrays may be numpy arrays or tensors of any dtype and device. A grid is `(h, w)
 Pictures are drawn for twice the density of the screen, so their text is large.
 """
 
+import re
+from bisect import bisect
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import numpy as np
 from PIL import Image, ImageDraw, ImageFont
@@ -85,6 +88,8 @@ def homunculus(image: Image.Image, allocation, grid: Sequence[int]) -> Image.Ima
 
 def tension_bars(tensions: Mapping[str, float]) -> Image.Image:
     """One balance for each `{"left↔right": v}`, v in [0, 1]: 0 is all the left opponent, 1 all the right."""
+    if not tensions:
+        raise ValueError("tensions is empty: pass at least one {'left↔right': v}.")
     row, pad = 104, 28
     bars = Image.new("RGB", (_WIDTH, row * len(tensions) + 8), PAPER)
     draw = ImageDraw.Draw(bars)
@@ -135,7 +140,8 @@ def summary(
 
 
 def _score_panels(image: Image.Image, maps: Mapping[str, object]) -> list[Image.Image]:
-    return [_panel(relevance_overlay(image, m), n.capitalize(), NOTES.get(n, ""), key=True) for n, m in maps.items()]
+    overlays = {name: relevance_overlay(image, _map(name, values)) for name, values in maps.items()}
+    return [_panel(overlay, n.capitalize(), NOTES.get(n, ""), key=True) for n, overlay in overlays.items()]
 
 
 def _homunculus_panels(image: Image.Image, allocation: np.ndarray, grid: tuple[int, int]) -> list[Image.Image]:
@@ -184,24 +190,19 @@ def _warp(image: Image.Image, density: np.ndarray) -> Image.Image:
     h, w = density.shape
     for axis, n in ((0, h), (1, w)):
         for _ in range(max(2, n // 6)):
-            ends = np.take(density, [0], axis), np.take(density, [-1], axis)
-            padded = np.concatenate([ends[0], density, ends[1]], axis)
-            a, b, c = (np.take(padded, np.arange(n) + k, axis) for k in range(3))
-            density = (a + 2 * b + c) / 4
+            before, after = (np.take(density, np.clip(np.arange(n) + k, 0, n - 1), axis) for k in (-1, 1))
+            density = (before + 2 * density + after) / 4
     density = 0.75 * density / max(density.mean(), 1e-9) + 0.25
     width, height = (2 * n for n in _fit(image.size))
     source = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS)).astype(np.float32)
     places = [(np.arange(n) + 0.5) / n for n in (height, width)]
     rows = _invert(density.sum(1), places[0])  # [height], in cells
-    at = np.clip(rows - 0.5, 0, h - 1)
-    low = np.minimum(at.astype(int), max(h - 2, 0))
-    mix = density[low] + (at - low)[:, None] * (density[np.minimum(low + 1, h - 1)] - density[low])
-    columns = np.stack([_invert(row, places[1]) for row in mix])  # [height, width], in cells
-    rows = np.repeat(rows[:, None], width, 1)
-    warped = _sample(source, rows / h * height - 0.5, columns / w * width - 0.5)
+    columns = np.stack([_invert(row, places[1]) for row in _between(density, rows - 0.5)])  # [height, width], in cells
+    lines = zip(_between(source, rows / h * height - 0.5), columns / w * width - 0.5, strict=True)
+    warped = np.stack([_between(line, x) for line, x in lines])
     every = max(1, round(max(h, w) / 16))
     line = np.zeros((height, width), bool)
-    line[1:] |= np.diff(rows // every, axis=0) != 0
+    line[1:] |= np.diff(rows // every)[:, None] != 0
     line[:, 1:] |= np.diff(columns // every, axis=1) != 0
     warped[line] = warped[line] * 0.35 + 255 * 0.65
     return _image(warped).reduce(2)
@@ -213,15 +214,12 @@ def _invert(mass: np.ndarray, places: np.ndarray) -> np.ndarray:
     return np.interp(places, total / total[-1], np.arange(len(total)))
 
 
-def _sample(source: np.ndarray, y: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """`source [H, W, 3]` at fractional pixels, bilinearly."""
-    y, x = (np.clip(v, 0, n - 1) for v, n in ((y, source.shape[0]), (x, source.shape[1])))
-    top, left = y.astype(int), x.astype(int)
-    down, right = (np.minimum(v + 1, n - 1) for v, n in ((top, source.shape[0]), (left, source.shape[1])))
-    fy, fx = (y - top)[..., None], (x - left)[..., None]
-    upper = source[top, left] * (1 - fx) + source[top, right] * fx
-    lower = source[down, left] * (1 - fx) + source[down, right] * fx
-    return upper * (1 - fy) + lower * fy
+def _between(values: np.ndarray, at: np.ndarray) -> np.ndarray:
+    """`values [n, ...]` at fractional indices `at [m]`, linearly; beyond the ends they stay."""
+    at = np.clip(at, 0, len(values) - 1)
+    low = at.astype(int)
+    mix = (at - low).reshape(-1, *[1] * (values.ndim - 1))
+    return values[low] * (1 - mix) + values[np.minimum(low + 1, len(values) - 1)] * mix
 
 
 def _panel(picture: Image.Image, title: str, note: str | list, key: bool = False) -> Image.Image:
@@ -249,49 +247,57 @@ def _sheet(rows: list, question: str = "", answers: Mapping[str, str] | None = N
     """Rows of panels on paper, under the question and the answers and above the caption."""
     rows = [row for row in rows if row]
     width = max(len(row) for row in rows) * (_WIDTH + _GAP) - _GAP
-    lines = [(line, "", INK, 42) for line in _wrap(question, 42, width)]
-    names = max((_font(30).getlength(who) for who in answers or ()), default=0) + 28
+    indent = max((_font(30, who).getlength(who) for who in answers or ()), default=0) + 28
+    lines = [(line, _font(42, question), 63, 0, "") for line in _wrap(question, _font(42, question), width)]
     for who, answer in (answers or {}).items():
-        wrapped = _wrap(answer, 30, width - names) or [""]
-        lines += [(line, who if i == 0 else "", INK, 30) for i, line in enumerate(wrapped)]
-    head = sum(round(1.5 * size) for *_, size in lines) + (20 if lines else 0)
-    foot = [round(1.5 * 24) * len(_wrap(caption, 24, width)), 0][not caption]
-    body = sum(max(p.height for p in row) + _GAP for row in rows) - _GAP
-    sheet = Image.new("RGB", (width + 2 * _MARGIN, head + body + foot + 2 * _MARGIN + (24 if foot else 0)), PAPER)
+        wrapped = _wrap(answer, _font(30, answer), width - indent) or [""]
+        lines += [(line, _font(30, answer), 45, indent, who * (i == 0)) for i, line in enumerate(wrapped)]
+    foot = _wrap(caption, _font(24, caption), width)
+    height = sum(line[2] for line in lines) + sum(max(p.height for p in row) + _GAP for row in rows) + 36 * len(foot)
+    sheet = Image.new(
+        "RGB", (width + 2 * _MARGIN, height + 2 * _MARGIN - _GAP + 20 * (bool(lines) + bool(foot))), PAPER
+    )
     draw, y = ImageDraw.Draw(sheet), _MARGIN
-    for text, who, colour, size in lines:
-        y += round(1.5 * size)
-        draw.text((_MARGIN, y - size // 2), who, SCALE_COLOURS[1], _font(size), "ls")
-        draw.text((_MARGIN + (names if size == 30 else 0), y - size // 2), text, colour, _font(size), "ls")
-    y = _MARGIN + head
+    for text, font, tall, left, who in lines:
+        y += tall
+        draw.text((_MARGIN, y - tall // 3), who, SCALE_COLOURS[1], _font(30, who), "ls")
+        draw.text((_MARGIN + left, y - tall // 3), text, INK, font, "ls")
+    y += 20 * bool(lines)
     for row in rows:
         for i, panel in enumerate(row):
             sheet.paste(panel, (_MARGIN + i * (_WIDTH + _GAP), y))
         y += max(p.height for p in row) + _GAP
-    for line in _wrap(caption, 24, width):
-        draw.text((_MARGIN, y + 24), line, MUTED, _font(24), "ls")
-        y += 36
+    for i, line in enumerate(foot):
+        draw.text((_MARGIN, y + 36 * i + 24), line, MUTED, _font(24, caption), "ls")
     return sheet
 
 
-def _wrap(text: str, size: int, width: float) -> list[str]:
-    """Lines of at most `width` px; a word that is longer is cut."""
+def _wrap(text: str, font, width: float) -> list[str]:
+    """Lines of at most `width` px, broken at spaces; a word that is longer is broken where it must be."""
     lines = []
     for paragraph in text.splitlines():
         line = ""
-        for word in paragraph.split():
-            while _font(size).getlength(word) > width:
-                fits = next(n for n in range(len(word), 0, -1) if n == 1 or _font(size).getlength(word[:n]) <= width)
-                lines, line, word = [*lines, *([line] if line else []), word[:fits]], "", word[fits:]
-            joined = f"{line} {word}".strip()
-            if _font(size).getlength(joined) > width:
-                lines, joined = [*lines, line], word
-            line = joined
-        lines.append(line)
+        for word in re.findall(r"\S+|\s+", paragraph):
+            while font.getlength(line + word.rstrip()) > width:
+                if not line:
+                    fits = max(1, bisect(range(len(word)), width, key=lambda n: font.getlength(word[:n])) - 1)
+                    line, word = word[:fits], word[fits:]
+                lines, line, word = [*lines, line.strip()], "", word.lstrip()
+            line += word
+        lines.append(line.strip())
     return lines
 
 
-def _font(size: int):
+@lru_cache
+def _font(size: int, text: str = ""):
+    """PIL's own font where it has the letters, else the widest of the machine's (or again PIL's)."""
+    if all(letter.isascii() or letter in "°±·‘’“”…" for letter in text):
+        return ImageFont.load_default(size)
+    for name in ("NotoSansCJK-Regular.ttc", "Arial Unicode.ttf", "msyh.ttc", "DejaVuSans.ttf", "Arial.ttf"):
+        try:
+            return ImageFont.truetype(name, size)
+        except OSError:
+            continue
     return ImageFont.load_default(size)
 
 
