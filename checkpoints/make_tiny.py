@@ -22,7 +22,7 @@ from transformers import (
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 TINY = Path(__file__).resolve().parent / "tiny"
-VOCABULARY = 1024
+VOCABULARY = 1280
 SPECIAL_TOKENS = (
     "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|object_ref_start|>", "<|object_ref_end|>", "<|box_start|>",
     "<|box_end|>", "<|quad_start|>", "<|quad_end|>", "<|vision_start|>", "<|vision_end|>", "<|vision_pad|>",
@@ -149,7 +149,7 @@ def tiny_config(tokenizer: Qwen2Tokenizer) -> Qwen3VLConfig:
             "deepstack_visual_indexes": [1, 3],
         },
         text_config={
-            "vocab_size": len(tokenizer), "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 544,
+            "vocab_size": len(tokenizer), "num_hidden_layers": 6, "hidden_size": 256, "intermediate_size": 528,
             "num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 32, "max_position_embeddings": 32768,
             # 16 frequencies shared out over (time, height, width) in turn; the base suits grids of 4 to 64 cells.
             "rope_parameters": {
@@ -169,8 +169,8 @@ def corpus(scenes: int) -> Iterator[str]:
     from benchmarks.scenes import vocabulary
 
     yield from scene_text(scenes)
-    for word in vocabulary():  # answers stand alone, words of a question follow a space
-        yield from (word, f"the {word}") * 20
+    for word in vocabulary():  # an answer stands alone: as one token, it is one decision
+        yield from (word,) * (150 if word.isalpha() else 1)
     for phrase in everyday_questions():
         yield from (phrase,) * 3
 
