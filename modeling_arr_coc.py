@@ -151,13 +151,14 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 out.detail.append(detail(pixels, self.config.cell))
         questions = [prompt.question(row) for row in prompt.image_rows]
         with _timed(out.seconds, "glance"):
-            logits = self._glance(prompt, questions) if hasattr(self.relevance, "glance") else [0.0] * len(questions)
+            glances = self.config.participatory != "texture"
+            logits = self._glance(prompt, questions) if glances else [0.0] * len(questions)
         with _timed(out.seconds, "knowing"):
             embedding = self.get_input_embeddings()
             asked = [embedding(q).mean(0).detach() if len(q) else self._no_question for q in questions]
             for i, (h, w) in enumerate(prompt.grids):
                 logit = logits[i] + torch.zeros(h, w, device=out.texture[i].device)
-                if hasattr(self.relevance, "bridge"):
+                if self.config.participatory != "glance":
                     logit = logit + self.relevance.bridge(out.texture[i], asked[i])
                 out.participatory.append(logit.sigmoid())
                 out.propositional.append(propositional(out.detail[i]))
