@@ -1,0 +1,32 @@
+PYTHON ?= python3
+PY := .venv/bin/python
+OUT ?= out
+
+.PHONY: demo test test-slow lint setup speed help
+
+help: ## what can be made
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
+
+setup: .venv/.ready ## everything that is needed, in .venv
+
+.venv/.ready: requirements.txt pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv .venv
+	$(PY) -m pip install --quiet -r requirements.txt
+	$(PY) -m pip install --quiet --no-deps -e .
+	touch $@
+
+demo: setup ## ask the small model about a photograph, stock and ARR-COC, and draw where it looked
+	mkdir -p $(OUT)
+	$(PY) -m arr_coc examples/astronaut.jpg "What colour is most of the picture?" --budget 0.2 --out $(OUT)/demo.png
+
+test: setup lint ## the fast tests
+	$(PY) -m pytest tests
+
+test-slow: setup ## the long ones
+	$(PY) -m pytest tests -m slow
+
+lint: setup
+	$(PY) -m ruff check .
+
+speed: setup ## prefill of Qwen3-VL-2B's shapes, stock against chosen tokens
+	$(PY) -m benchmarks.speed
