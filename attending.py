@@ -115,11 +115,7 @@ def resolve_budget(budget: int | float | str, gain: Tensor, coverage: float, lea
 
 def token_gain(gain: Tensor, allocation: Tensor) -> Tensor:
     """Mean gain over what each token covers: `[h, w]`, `[n, 3]` -> `[n]`, differentiable in the gain."""
-    h, w = gain.shape
-    pooled = {
-        s: F.avg_pool2d(F.pad(gain[None, None], (0, -w % s, 0, -h % s), mode="replicate"), s)[0, 0]
-        for s in allocation[:, 0].unique().tolist()
-    }
+    pooled = {s: F.avg_pool2d(gain[None], s, ceil_mode=True)[0] for s in allocation[:, 0].unique().tolist()}
     out = gain.new_zeros(len(allocation))
     for s, mean in pooled.items():
         at = (allocation[:, 0] == s).nonzero()[:, 0].to(gain.device)
