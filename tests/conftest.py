@@ -1,10 +1,22 @@
 """A random model of Qwen3-VL's classes, small enough for every test, and prompts made without a tokenizer."""
 
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before transformers is imported: no test may reach the network
+
+from contextlib import contextmanager
+
 import pytest
 import torch
+from hypothesis import settings
 from transformers.models.qwen2_vl.image_processing_qwen2_vl import Qwen2VLImageProcessor
+from transformers.models.qwen3_vl import Qwen3VLConfig, Qwen3VLForConditionalGeneration
 
 from arr_coc import ArrCocConfig, ArrCocForConditionalGeneration
+
+torch.set_num_threads(1)  # the tensors are tiny: threads only get in each other's way
+settings.register_profile("arr_coc", deadline=None, max_examples=15, derandomize=True)
+settings.load_profile("arr_coc")
 
 IMAGE, VIDEO, VISION_START, VISION_END, IM_START, IM_END, USER, ASSISTANT, NEWLINE = 90, 91, 92, 93, 94, 95, 96, 97, 98
 
@@ -48,6 +60,9 @@ TOKENS = dict(
 )
 
 
+NEXT_TURN = [IM_END, NEWLINE, IM_START, ASSISTANT, NEWLINE, 21, 22, IM_END, NEWLINE, IM_START, USER, NEWLINE]
+
+
 def make_config(**fields) -> ArrCocConfig:
     text = TEXT | fields.pop("text", {})
     return ArrCocConfig(
@@ -71,7 +86,42 @@ def make_model(seed: int = 0, attn_implementation: str = "sdpa", dtype=torch.flo
 
 @pytest.fixture(scope="session")
 def model():
+    """Shared by all tests: never change it."""
     return make_model()
+
+
+def as_stock(model: ArrCocForConditionalGeneration) -> Qwen3VLForConditionalGeneration:
+    """Transformers' own class with the same weights, dtype and attention."""
+    fields = {k: v for k, v in model.config.to_dict().items() if k in Qwen3VLConfig.__dataclass_fields__}
+    stock = Qwen3VLForConditionalGeneration._from_config(
+        Qwen3VLConfig(**{k: v for k, v in fields.items() if k not in ("architectures", "dtype")}),
+        attn_implementation=model.config._attn_implementation,
+        dtype=model.dtype,
+    )
+    wrong = stock.load_state_dict(model.state_dict(), strict=False)
+    assert not wrong.missing_keys and all(k.startswith("relevance.") for k in wrong.unexpected_keys)
+    stock.generation_config.pad_token_id = 0
+    return stock.eval()
+
+
+@contextmanager
+def counted(model):
+    """Counts what is expensive: `{"tower": runs, "layers": runs of the first language layer}`."""
+    runs = {"tower": 0, "layers": 0}
+
+    def count(name):
+        def hook(*_):
+            runs[name] += 1
+
+        return hook
+
+    hooks = [
+        model.model.visual.register_forward_pre_hook(count("tower")),
+        model.model.language_model.layers[0].register_forward_pre_hook(count("layers")),
+    ]
+    yield runs
+    for hook in hooks:
+        hook.remove()
 
 
 _processor = Qwen2VLImageProcessor(
@@ -91,7 +141,8 @@ def random_image(h: int, w: int, seed: int = 0) -> torch.Tensor:
 def make_inputs(samples: list[list], padding: str = "left") -> dict[str, torch.Tensor]:
     """Samples are lists of turns' parts: an image `(h, w, seed)` in cells, or a list of token ids; then a batch.
 
-    Each sample is one user turn, opened and closed as the chat template does.
+    Each sample is one user turn, opened and closed as the chat template does; the part `NEXT_TURN` closes it, answers
+    it and opens another.
     """
     rows, images = [], []
     for parts in samples:
