@@ -2,9 +2,10 @@
 
 import pytest
 import torch
-from arr_coc.texture import CHANNELS, GROUPS, channel_names, detail, from_patches, texture, to_patches, to_pixels
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from arr_coc.texture import CHANNELS, GROUPS, channel_names, detail, from_patches, texture, to_patches, to_pixels
 
 ALL = tuple(GROUPS)
 RANGES = {channel.name: (channel.low, channel.high) for channel in CHANNELS}

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 import torch
+from PIL import Image
+
 from arr_coc import visualizing
 from arr_coc.visualizing import (
     heat,
@@ -13,7 +15,6 @@ from arr_coc.visualizing import (
     tension_bars,
     what_the_model_sees,
 )
-from PIL import Image
 
 RNG = np.random.default_rng(0)
 MAPS = {
