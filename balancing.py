@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .knowing import Silent
+
 TENSIONS = ("compress↔particularize", "exploit↔explore", "focus↔diversify")
 WEIGHTS = (0.4, 0.3, 0.3)
 _FAR = 0.3  # the most that distance adds in T3
@@ -31,12 +33,7 @@ class Policy(nn.Module):
         super().__init__()
         self.normalisation = normalisation
         self.read = nn.Linear(hidden_size + 9, dim)
-        self.decide = nn.Linear(dim, 6)
-
-    def reset_parameters(self):
-        self.read.reset_parameters()
-        nn.init.zeros_(self.decide.weight)
-        nn.init.zeros_(self.decide.bias)
+        self.decide = Silent(dim, 6)
 
     def forward(self, question: Tensor, maps: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """The question's mean embedding `[d]` and three `[h, w]` maps -> weights `[3]` and tensions `[3]` in (0, 1)."""

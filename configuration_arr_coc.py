@@ -47,16 +47,17 @@ class ArrCocConfig(Qwen3VLConfig):
         Tokens are dropped `"before"` the vision tower (fast) or `"after"` it (as published pruners do).
     texture_groups (`list[str]`, defaults to none):
         Channel groups beyond the 13 standard ones, named as in `texture.GROUPS`.
-    participatory (`str`, defaults to `"glance"`):
-        What the question is compared with: `"texture"` (a learned bridge), the `"glance"`, or `"both"`.
+    participatory (`str`, defaults to `"both"`):
+        What the question is compared with: `"texture"` (cheap, blind to what a thing is, of no use until trained), the
+        `"glance"` (coarse tokens of the image half-way through the model), or `"both"`.
     glance_tokens (`int`, defaults to 64):
         The most coarse tokens that the glance spends on an image.
     glance_layers (`int`, *optional*):
         Language layers that the glance runs through; half of them unless set.
     glance_readout_layers (`int`, defaults to 4):
         How many of the glance's last layers are read for question-to-cell affinity.
-    lens_rank, bridge_dim, policy_dim (`int`, default to 64, 64 and 64):
-        Widths of the learned parts: the glance's lens, the texture's bridge, the balancing policy.
+    lens_dim, policy_dim (`int`, default to 128 and 64):
+        Widths of the learned parts: the lens of participatory knowing, and the balancing policy.
     weights_normalisation (`str`, defaults to `"softmax"`):
         How the policy's three weights are normalised: `"softmax"` or `"sigmoid"`.
     place (`str`, defaults to `"native"`):
@@ -82,12 +83,11 @@ class ArrCocConfig(Qwen3VLConfig):
     topk_neighbourhood: float | int = 0.0
     realize: str = "before"
     texture_groups: list[str] | tuple[str, ...] = ()
-    participatory: str = "glance"
+    participatory: str = "both"
     glance_tokens: int = 64
     glance_layers: int | None = None
     glance_readout_layers: int = 4
-    lens_rank: int = 64
-    bridge_dim: int = 64
+    lens_dim: int = 128
     policy_dim: int = 64
     weights_normalisation: str = "softmax"
     place: str = "native"
@@ -138,7 +138,7 @@ class ArrCocConfig(Qwen3VLConfig):
             raise ValueError(f"texture_groups {sorted(unknown)} are unknown; there are {sorted(GROUPS)}.")
 
     def validate_widths(self):
-        for name in ("glance_tokens", "glance_readout_layers", "lens_rank", "bridge_dim", "policy_dim"):
+        for name in ("glance_tokens", "glance_readout_layers", "lens_dim", "policy_dim"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.glance_layers is not None and self.glance_layers < 1:

@@ -5,10 +5,11 @@ Each is a score map `[h, w]` in [0, 1] over the cells of one image:
 - *propositional*: what information is here. How much would be lost if the cell were shown coarsely.
 - *perspectival*: what stands out from here. Centre-surround saliency, with a mild pull to the centre of view.
 - *participatory*: what this question asks for here. Read from the *glance* (a few coarse tokens of the image beside the
-  question, half-way through the language model), from *texture* (a learned bridge), or from both.
+  question, half-way through the language model), from *texture* and the question's words (cheap, and blind to what a
+  thing is), or from both.
 
 The names are Vervaeke's kinds of knowing. Every learned part starts as a rule that needs no training: the glance is
-read as a plain mean over heads, the lens and the bridge are closed gates.
+read as a plain mean over heads, and the lens is silent.
 """
 
 import torch
@@ -32,43 +33,38 @@ def perspectival(texture: Tensor, foveal: float = 0.2) -> Tensor:
     return ((1 - foveal) * saliency + foveal * (1 - eccentricity)).clamp(0, 1)
 
 
-class Glance(nn.Module):
-    """Question-to-cell affinity out of the glance's attention: logits over its coarse cells.
+class Silent(nn.Linear):
+    """A linear layer that starts at zero: what it feeds says nothing until trained."""
 
-    Two readings are added. *Affinity* is the attention that the question pays to each cell, q·kᵀ, one number a head,
-    against the attention that a content-free token (`<|vision_end|>`, which stands between image and question) pays
-    to it: `log a - log b`. Cells that draw every token's attention (sinks, Xiao et al. 2023) cancel out. Heads are
-    mixed by learned weights, a plain mean until trained. The *lens* is a low-rank bilinear form between question and
-    cell states, nothing until trained.
+    def reset_parameters(self):
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
+class Affinity(nn.Module):
+    """The attention that the question pays to each of the glance's cells, free of sinks: logits, and no training needed.
+
+    One number a head, q·kᵀ over the cells, against the attention that a content-free token (`<|vision_end|>`, which
+    stands between image and question) pays them: `log asked - log drawn`. Cells that draw every token's attention
+    (sinks, Xiao et al. 2023) cancel out. Heads are mixed by learned weights, a plain mean until trained.
     """
 
-    def __init__(self, num_heads: int, hidden_size: int, rank: int):
+    def __init__(self, num_heads: int):
         super().__init__()
         self.head_logits = nn.Parameter(torch.empty(num_heads))
         self.temperature = nn.Parameter(torch.empty(()))
-        self.bias = nn.Parameter(torch.empty(()))
-        self.token_score = nn.Linear(hidden_size, 1, bias=False)
-        self.lens_question = nn.Linear(hidden_size, rank, bias=False)
-        self.lens_cell = nn.Linear(hidden_size, rank, bias=False)
-        self.cell_score = nn.Linear(hidden_size, 1, bias=False)
 
     def reset_parameters(self):
         nn.init.zeros_(self.head_logits)
         nn.init.ones_(self.temperature)
-        nn.init.zeros_(self.bias)
-        nn.init.zeros_(self.token_score.weight)
-        nn.init.zeros_(self.cell_score.weight)
-        nn.init.normal_(self.lens_question.weight, std=self.lens_question.in_features**-0.5)
-        nn.init.zeros_(self.lens_cell.weight)
 
-    def forward(self, query: Tensor, neutral: Tensor, key: Tensor, question: Tensor, cells: Tensor) -> Tensor:
+    def forward(self, query: Tensor, neutral: Tensor, key: Tensor) -> Tensor:
         """One image.
 
         Args:
             query (`[H, Q, D]`): the question tokens' queries, scaled, over all heads of all layers that are read.
             neutral (`[H, 1, D]`): the content-free token's.
             key (`[H, N, D]`): the coarse cells' keys.
-            question (`[Q, d]`), cells (`[N, d]`): the states after the glance's last layer.
 
         Returns:
             `[N]` float32 logits; 0 means no more than a neutral token would look.
@@ -76,40 +72,73 @@ class Glance(nn.Module):
         weight = self.head_logits.softmax(0)[:, None]
         asked = (query.float() @ key.float().mT).softmax(-1).mean(1)  # [H, N]
         drawn = (neutral.float() @ key.float().mT).softmax(-1)[:, 0]
-        affinity = ((weight * asked).sum(0) + _EPS).log() - ((weight * drawn).sum(0) + _EPS).log()
-        question, cells = (F.layer_norm(x.float(), x.shape[-1:]) for x in (question, cells))
-        pooled = self.token_score(question).softmax(0).mT @ self.lens_question(question)  # [1, rank]
-        lens = (self.lens_cell(cells) @ pooled.mT)[:, 0] + self.cell_score(cells)[:, 0]
-        return self.temperature * affinity + lens + self.bias
+        asked, drawn = ((weight * x).sum(0) + _EPS for x in (asked, drawn))
+        return self.temperature * (asked.log() - drawn.log())
 
 
-class Bridge(nn.Module):
-    """Texture against the question: `conv(C -> 64 -> d)` over the cells, dotted with the question's projection.
+class Lens(nn.Module):
+    """What training adds: question and cells read together at native resolution, by two small transformer blocks.
 
-    Cheap, and blind to what a thing is. The gate is closed until trained.
+    A cell enters as its texture, `conv(C -> 64 -> d)`, as the language model's state of the glance's cell that it lies
+    in, or as both; the question as its tokens' states, or their embeddings without a glance. So what is asked for can be
+    a colour, a thing, or what stands left of another. Its last layer starts at zero: silent until trained.
     """
 
     def __init__(self, channels: int, hidden_size: int, dim: int):
         super().__init__()
         self.near = nn.Conv2d(channels, 64, 3, padding=1)
         self.far = nn.Conv2d(64, dim, 3, padding=1)
+        self.cell = nn.Linear(hidden_size, dim)
+        self.place = nn.Linear(2, dim)
         self.question = nn.Linear(hidden_size, dim)
-        self.gate = nn.Parameter(torch.empty(()))
+        self.blocks = nn.ModuleList(_Block(dim) for _ in range(2))
+        self.out = Silent(dim, 1)
 
-    def reset_parameters(self):
-        for layer in (self.near, self.far, self.question):
-            layer.reset_parameters()
-        nn.init.zeros_(self.gate)
+    def forward(
+        self, grid: tuple[int, int], question: Tensor, texture: Tensor | None, states: Tensor | None, scale: int
+    ) -> Tensor:
+        """One image's logits, `[h, w]` for a grid `(h, w)`.
 
-    def forward(self, texture: Tensor, question: Tensor) -> Tensor:
-        """`[C, h, w]` texture and the question's mean embedding `[d]` -> `[h, w]` logits."""
-        cells = self.far(F.gelu(self.near(texture[None].float())))[0]
-        asked = self.question(F.layer_norm(question.float(), question.shape))
-        return self.gate * torch.einsum("dhw,d->hw", cells, asked) / len(asked) ** 0.5
+        Args:
+            question (`[Q, d]`): its tokens' states after the glance's last layer, or their embeddings.
+            texture (`[C, h, w]`) or None.
+            states (`[n, d]`) or None: the glance's cells after its last layer, in raster order at `scale`.
+        """
+        h, w = grid
+        at = torch.stack(torch.meshgrid(*(torch.linspace(-1, 1, n, device=question.device) for n in grid), indexing="ij"))
+        cells = self.place(at.flatten(1).T)  # [h * w, dim]
+        if texture is not None:
+            cells = cells + self.far(F.gelu(self.near(texture[None])))[0].flatten(1).T
+        if states is not None:
+            cells = cells + to_grid(self.cell(_normal(states)).T, scale, h, w).flatten(1).T
+        x = torch.cat([cells, self.question(_normal(question))])
+        for block in self.blocks:
+            x = block(x)
+        return self.out(_normal(x[: h * w])).reshape(h, w)
 
 
-def to_grid(logits: Tensor, scale: int, h: int, w: int) -> Tensor:
-    """The glance's logits `[n]`, in raster order at one scale, on the native grid: `[h, w]`, bilinear."""
+class _Block(nn.Module):
+    """A pre-norm transformer block over one set of tokens, `[n, d]` -> `[n, d]`."""
+
+    def __init__(self, dim: int, heads: int = 4):
+        super().__init__()
+        self.heads = heads
+        self.qkv, self.mix = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.up, self.down = nn.Linear(dim, 2 * dim), nn.Linear(2 * dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.qkv(_normal(x)).unflatten(-1, (3, self.heads, -1)).permute(1, 2, 0, 3)  # each [heads, n, d]
+        x = x + self.mix(F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1))
+        return x + self.down(F.gelu(self.up(_normal(x))))
+
+
+def _normal(x: Tensor) -> Tensor:
+    return F.layer_norm(x.float(), x.shape[-1:])
+
+
+def to_grid(coarse: Tensor, scale: int, h: int, w: int) -> Tensor:
+    """The glance's values `[..., n]`, in raster order at one scale, on the native grid: `[..., h, w]`, bilinear."""
     rows, columns = -(-h // scale), -(-w // scale)
-    coarse = logits.reshape(1, 1, rows, columns)
-    return F.interpolate(coarse, size=(rows * scale, columns * scale), mode="bilinear")[0, 0, :h, :w]
+    maps = coarse.reshape(1, -1, rows, columns)
+    maps = F.interpolate(maps, size=(rows * scale, columns * scale), mode="bilinear")[..., :h, :w]
+    return maps.reshape(*coarse.shape[:-1], h, w)

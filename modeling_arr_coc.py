@@ -32,7 +32,7 @@ from transformers.utils import ModelOutput, cached_file
 from .attending import Shaping, attend, flat, flat_scale, resolve_budget, token_gain
 from .balancing import Policy, balance
 from .configuration_arr_coc import ArrCocConfig, check_budget
-from .knowing import Bridge, Glance, perspectival, propositional, to_grid
+from .knowing import Affinity, Lens, Silent, perspectival, propositional, to_grid
 from .realizing import gather_patches, pool_features, shorten, tower_inputs
 from .texture import detail, texture, to_pixels
 
@@ -79,13 +79,20 @@ class Relevance(nn.Module):
     def __init__(self, config: ArrCocConfig):
         super().__init__()
         text = config.text_config
-        if config.participatory != "texture":
-            read = min(config.glance_readout_layers, config.num_glance_layers)
-            self.glance = Glance(read * text.num_attention_heads, text.hidden_size, config.lens_rank)
-        if config.participatory != "glance":
-            self.bridge = Bridge(config.num_texture_channels, text.hidden_size, config.bridge_dim)
+        read = min(config.glance_readout_layers, config.num_glance_layers)
+        self.affinity = Affinity(read * text.num_attention_heads)
+        self.lens = Lens(config.num_texture_channels, text.hidden_size, config.lens_dim)
         self.policy = Policy(text.hidden_size, config.policy_dim, config.weights_normalisation)
         self.shaping = Shaping()
+        self.float()
+
+    def _apply(self, fn, recurse=True):
+        """Moves with the model, but is never cast with it: the choice must not change with the model's dtype."""
+        super()._apply(fn, recurse)
+        for parameter in self.parameters():
+            if parameter.dtype != torch.float32:
+                parameter.data = parameter.data.float()
+        return self
 
 
 class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
@@ -106,7 +113,8 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         self.post_init()
 
     def _init_weights(self, module):
-        if isinstance(module, (Glance, Bridge, Policy, Shaping)):
+        # Only modules with parameters of their own are offered here.
+        if isinstance(module, (Affinity, Silent, Shaping)):
             module.reset_parameters()
         else:
             super()._init_weights(module)
@@ -150,22 +158,20 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 out.texture.append(texture(pixels, self.config.cell, self.config.texture_groups))
                 out.detail.append(detail(pixels, self.config.cell))
         questions = [prompt.question(row) for row in prompt.image_rows]
-        with _timed(out.seconds, "glance"):
-            glances = self.config.participatory != "texture"
-            logits = self._glance(prompt, questions) if glances else [0.0] * len(questions)
+        embedded = [self.get_input_embeddings()(question).detach() for question in questions]
+        glances = [None] * len(questions)
+        if self.config.participatory != "texture":
+            with _timed(out.seconds, "glance"):
+                glances = self._glance(prompt, questions)
         with _timed(out.seconds, "knowing"):
-            embedding = self.get_input_embeddings()
-            asked = [embedding(q).mean(0).detach() if len(q) else self._no_question for q in questions]
-            for i, (h, w) in enumerate(prompt.grids):
-                logit = logits[i] + torch.zeros(h, w, device=out.texture[i].device)
-                if self.config.participatory != "glance":
-                    logit = logit + self.relevance.bridge(out.texture[i], asked[i])
-                out.participatory.append(logit.sigmoid())
+            for i in range(len(prompt.grids)):
                 out.propositional.append(propositional(out.detail[i]))
                 out.perspectival.append(perspectival(out.texture[i]))
+                out.participatory.append(self._participate(prompt.grids[i], out.texture[i], embedded[i], glances[i]))
         with _timed(out.seconds, "balancing"):
             for i, maps in enumerate(zip(out.propositional, out.perspectival, out.participatory, strict=True)):
-                weights, tensions = self.relevance.policy(asked[i], maps)
+                asked = embedded[i].mean(0) if len(embedded[i]) else embedded[i].new_zeros(embedded[i].shape[1])
+                weights, tensions = self.relevance.policy(asked, maps)
                 out.weights.append(weights)
                 out.tensions.append(tensions)
                 out.relevance.append(balance(maps, weights, tensions))
@@ -182,18 +188,31 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 )
         return out
 
+    def _participate(self, grid: tuple[int, int], texture: Tensor, embedded: Tensor, glance: "_Glance | None") -> Tensor:
+        """One image's participatory map, `[h, w]`. Without a question nothing is asked for anywhere: 0.5 throughout."""
+        logits = torch.zeros(grid, device=texture.device)
+        if not len(embedded):
+            return logits.sigmoid()
+        states, scale, question = None, 1, embedded
+        if glance is not None:
+            states, scale, question = glance.cells, glance.scale, glance.question
+            logits = to_grid(self.relevance.affinity(glance.query, glance.neutral, glance.key), scale, *grid)
+        seen = None if self.config.participatory == "glance" else texture
+        with torch.autocast(texture.device.type, enabled=False):
+            return (logits + self.relevance.lens(grid, question, seen, states, scale)).sigmoid()
+
     @torch.no_grad()
-    def _glance(self, prompt: "_Prompt", questions: list[Tensor]) -> list[Tensor | float]:
-        """A few coarse tokens of each image beside its question, half-way through the model: `[h, w]` logits an image.
+    def _glance(self, prompt: "_Prompt", questions: list[Tensor]) -> list["_Glance | None"]:
+        """A few coarse tokens of each image beside its question, half-way through the language model.
 
         Each image is glanced at on its own, as the stock model sees a thumbnail: `<|im_start|>user`, the thumbnail,
-        the question. What stands elsewhere in the prompt cannot leak in, and neither can the answer in training. An
-        image without a question is not glanced at: 0.
+        the question. What stands elsewhere in the prompt cannot leak in, and neither can the answer in training. None
+        for an image without a question.
         """
         config, lm = self.config, self.model.language_model
         asked = [i for i, question in enumerate(questions) if len(question)]
         if not asked:
-            return [0.0] * len(questions)
+            return [None] * len(questions)
         sizes, rows, prompts = {}, [], []
         device = prompt.input_ids.device
         opening = torch.tensor(config.user_turn_token_ids, device=device)
@@ -233,21 +252,20 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 states = states.masked_scatter(is_image[..., None], states[is_image] + added)
         queries, keys = torch.cat(queries, 1), torch.cat(keys, 1)  # [images, heads, l, d]
 
-        out = [0.0] * len(questions)
-        with torch.set_grad_enabled(self.relevance.glance.bias.requires_grad):
-            for j, i in enumerate(asked):
-                scale, n = sizes[i][0], sizes[i][1] * sizes[i][2]
-                first = len(opening) + 1
-                cells, neutral = slice(first, first + n), slice(first + n, first + n + 1)
-                question = slice(first + n + 1, int(lengths[j]))
-                logits = self.relevance.glance(
-                    query=queries[j, :, question],
-                    neutral=queries[j, :, neutral],
-                    key=keys[j, :, cells],
-                    question=states[j, question],
-                    cells=states[j, cells],
-                )
-                out[i] = to_grid(logits, scale, *prompt.grids[i])
+        out: list[_Glance | None] = [None] * len(questions)
+        for j, i in enumerate(asked):
+            scale, h, w = sizes[i]
+            first = len(opening) + 1
+            cells, neutral = slice(first, first + h * w), slice(first + h * w, first + h * w + 1)
+            question = slice(first + h * w + 1, int(lengths[j]))
+            out[i] = _Glance(
+                scale=scale,
+                query=queries[j, :, question],
+                neutral=queries[j, :, neutral],
+                key=keys[j, :, cells],
+                question=states[j, question],
+                cells=states[j, cells],
+            )
         return out
 
     @property
@@ -262,10 +280,6 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
     @property
     def _rule(self) -> dict:
         return {"merge_size": self.config.vision_config.spatial_merge_size, "rule": self.config.place}
-
-    @property
-    def _no_question(self) -> Tensor:
-        return self.get_input_embeddings().weight.new_zeros(self.config.text_config.hidden_size)
 
     def _budgets(self, num_visual_tokens, images: int) -> list:
         if num_visual_tokens is None:
@@ -611,6 +625,18 @@ class _Prompt:
         config = self.config
         vision = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
         return ids[~torch.isin(ids, torch.tensor(vision, device=ids.device))]
+
+
+@dataclass
+class _Glance:
+    """What the glance at one image leaves behind: `scale`, and the arguments of `knowing.Affinity` and `knowing.Lens`."""
+
+    scale: int
+    query: Tensor
+    neutral: Tensor
+    key: Tensor
+    question: Tensor
+    cells: Tensor
 
 
 class _PromptFirst(BaseStreamer):

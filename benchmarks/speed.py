@@ -28,12 +28,12 @@ METHODS = {
     "stock": ({}, "all"),
     "after the tower": ({"participatory": "texture", "realize": "after", "allocator": "topk"}, None),
     "before, texture": ({"participatory": "texture"}, None),
-    "before, glance": ({"participatory": "glance"}, None),
+    "before, both": ({"participatory": "both"}, None),
 }
 
 
 def random_model(config: ArrCocConfig, dtype: torch.dtype, device: str) -> ArrCocForConditionalGeneration:
-    """A model of these shapes with random weights, both ways of participatory knowing in it."""
+    """A model of these shapes with random weights."""
     config.base_model_name_or_path = config.base_model_revision = None
     config.participatory = "both"
     torch.manual_seed(0)
