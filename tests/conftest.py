@@ -125,7 +125,11 @@ def counted(model):
 
 
 _processor = Qwen2VLImageProcessor(
-    patch_size=16, merge_size=2, image_mean=[0.5] * 3, image_std=[0.5] * 3, size={"shortest_edge": 32 * 32, "longest_edge": 2048 * 2048}
+    patch_size=16,
+    merge_size=2,
+    image_mean=[0.5] * 3,
+    image_std=[0.5] * 3,
+    size={"shortest_edge": 32 * 32, "longest_edge": 2048 * 2048},
 )
 
 

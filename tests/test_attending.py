@@ -5,6 +5,9 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
 from arr_coc.attending import (
     SCALES,
     WORTH,
@@ -17,8 +20,6 @@ from arr_coc.attending import (
     token_gain,
     tokens_per_cell,
 )
-from hypothesis import given
-from hypothesis import strategies as st
 
 SIDES = st.integers(1, 13)
 SEEDS = st.integers(0, 10**6)
