@@ -1,0 +1,281 @@
+"""train.py and the small model's files: text, pictures and positions equal stock's; a run goes on where it stopped."""
+
+import json
+import unicodedata
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from PIL import Image
+from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
+
+from arr_coc import train
+from arr_coc.checkpoints import make_tiny
+from benchmarks import scenes
+
+SIZE = 128
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return AutoProcessor.from_pretrained(make_tiny.TINY)
+
+
+@pytest.fixture(scope="module")
+def data(processor):
+    return train.Scenes(train.Plan([train.Stage(SIZE, 3, 12)]), processor, seed=0, questions=4)
+
+
+@pytest.fixture(scope="module")
+def made(data):
+    return [data.scene(seed, "train", SIZE) for seed in range(3)]
+
+
+@pytest.fixture(scope="module")
+def batch(data, made):
+    return data.collate(made)
+
+
+def fresh_model(processor, seed=0):
+    torch.manual_seed(seed)
+    return Qwen3VLForConditionalGeneration(make_tiny.tiny_config(processor.tokenizer)).eval()
+
+
+def messages(scene):
+    turns = []
+    for i, q in enumerate(scene.questions):
+        picture = [{"type": "image", "image": Image.fromarray(scene.image)}] if i == 0 else []
+        turns.append({"role": "user", "content": [*picture, {"type": "text", "text": q.question}]})
+        turns.append({"role": "assistant", "content": q.answer})
+    return turns
+
+
+# ---- files
+
+
+def test_files_load_as_qwen3_vl(processor):
+    names = [type(p).__name__ for p in (processor, processor.image_processor, processor.video_processor)]
+    assert names == ["Qwen3VLProcessor", "Qwen2VLImageProcessor", "Qwen3VLVideoProcessor"]
+    assert type(processor.tokenizer).__name__ == "Qwen2Tokenizer"
+    config = make_tiny.tiny_config(processor.tokenizer)
+    assert config.image_token_id == processor.image_token_id
+    assert processor.tokenizer.eos_token == "<|im_end|>" and processor.tokenizer.pad_token == "<|endoftext|>"
+
+
+def test_model_fits_its_budget(processor):
+    model = fresh_model(processor)
+    assert sum(p.numel() for p in model.parameters()) <= 7_700_000
+    assert model.lm_head.weight is model.model.language_model.embed_tokens.weight
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_any_text_survives_the_tokenizer(text):
+    tokenizer = _TOKENIZER
+    for token in make_tiny.SPECIAL_TOKENS:  # typed control tokens are the template's business
+        text = text.replace(token, "")
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == unicodedata.normalize("NFC", text)
+
+
+_TOKENIZER = AutoProcessor.from_pretrained(make_tiny.TINY).tokenizer
+
+
+def test_every_byte_is_known(processor):
+    text = bytes(range(256)).decode("latin-1") + "日本語 🏔 ½ ﷽"
+    assert processor.tokenizer.decode(processor.tokenizer(text).input_ids) == unicodedata.normalize("NFC", text)
+
+
+def test_answers_are_few_tokens(processor):
+    for word in (*scenes.KINDS, *scenes.COLOURS, *scenes.WORDS, "yes", "no"):
+        assert len(processor.tokenizer(word).input_ids) == 1, word
+    assert processor.tokenizer.tokenize("42") == ["4", "2"]
+
+
+def test_chat_template_by_hand(processor):
+    picture = {"type": "image", "image": Image.new("RGB", (64, 64))}
+    talk = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": [picture, {"type": "text", "text": "and"}, picture, {"type": "text", "text": "?"}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "no"}]},
+        {"role": "user", "content": [{"type": "text", "text": "Now?"}, picture]},
+    ]
+    seen = "<|vision_start|>" + "<|image_pad|>" * 4 + "<|vision_end|>"
+    inputs = processor.apply_chat_template(
+        talk, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+    assert processor.tokenizer.decode(inputs["input_ids"][0]) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n"
+        f"<|im_start|>user\n{seen}and{seen}?<|im_end|>\n"
+        "<|im_start|>assistant\nno<|im_end|>\n"
+        f"<|im_start|>user\nNow?{seen}<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    assert inputs["image_grid_thw"].tolist() == [[1, 4, 4]] * 3
+
+
+@pytest.mark.parametrize("size", [(128, 128), (512, 96), (2048, 2048)])
+def test_sizes_within_limits_pass_unresized(processor, size):
+    grid = processor.image_processor(Image.new("RGB", size), return_tensors="pt")["image_grid_thw"][0].tolist()
+    assert grid == [1, size[1] // 16, size[0] // 16]
+
+
+# ---- batches
+
+
+def test_pixel_values_equal_the_processors(processor, batch, made):
+    stock = processor.image_processor([Image.fromarray(s.image) for s in made], return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(train.pixel_values(batch["images"]), stock, rtol=0, atol=1e-6)
+
+
+def test_ids_and_positions_equal_stock(processor, batch, made):
+    model = fresh_model(processor)
+    for i, scene in enumerate(made):
+        stock = processor.apply_chat_template(
+            messages(scene), tokenize=True, return_dict=True, return_tensors="pt"
+        )
+        n = stock["input_ids"].shape[1]
+        assert batch["input_ids"][i, :n].tolist() == stock["input_ids"][0].tolist()
+        assert (batch["input_ids"][i, n:] == processor.tokenizer.pad_token_id).all()
+        positions, _ = model.model.get_rope_index(
+            stock["input_ids"], stock["mm_token_type_ids"], stock["image_grid_thw"], attention_mask=stock["attention_mask"]
+        )
+        assert torch.equal(batch["position_ids"][:, i, :n], positions[:, 0])
+
+
+def test_rope_positions_of_an_oblong_picture(processor):
+    model = fresh_model(processor)
+    inputs = processor.apply_chat_template(
+        [{"role": "user", "content": [{"type": "image", "image": Image.new("RGB", (160, 96))},
+                                      {"type": "text", "text": "what is it?"}]}],
+        tokenize=True, return_dict=True, return_tensors="pt",
+    )  # fmt: skip
+    first = int((inputs["input_ids"][0] == processor.image_token_id).int().argmax())
+    stock, _ = model.model.get_rope_index(inputs["input_ids"], inputs["mm_token_type_ids"], inputs["image_grid_thw"])
+    mine = train.rope_positions(inputs["input_ids"].shape[1], first, (3, 5))
+    assert np.array_equal(mine, stock[:, 0].numpy())
+
+
+def test_labels_are_the_answers_alone(processor, batch, made):
+    assert processor.tokenizer.decode(batch["answer_target"]) == "".join(
+        q.answer + "<|im_end|>" for s in made for q in s.questions
+    )
+    flat = batch["input_ids"].flatten()
+    assert torch.equal(flat[batch["answer_index"] + 1], batch["answer_target"])  # each index predicts its target
+    assert batch["answer_question"].max() + 1 == sum(len(s.questions) for s in made)
+    for number, q in enumerate(q for s in made for q in s.questions):
+        tokens = batch["answer_target"][batch["answer_question"] == number]
+        assert processor.tokenizer.decode(tokens, skip_special_tokens=True) == q.answer
+
+
+def test_two_processes_and_steps_share_no_seed(processor):
+    plan = train.Plan([train.Stage(128, 2, 1), train.Stage(160, 3, 1)], pictures=60, world=2)
+    seen = []
+    for rank in range(2):
+        data = train.Scenes(plan, processor, seed=1, questions=1, rank=rank)
+        data.scene = lambda seed, split, size: seen.append(seed)
+        data.collate = lambda batch: batch
+        steps = [len(b) for b in data]
+        assert len(steps) == plan.total_steps and set(steps) == {2, 3}
+    assert len(seen) == len(set(seen)) == plan.pictures
+
+
+# ---- the quickened tower
+
+
+@torch.no_grad()
+def test_learner_equals_stock(processor, batch, made):
+    """Folded attention, linear patch embedding and precomputed tables: the logits of answers are stock's."""
+    learner = train.Learner(fresh_model(processor)).eval()
+    mine = learner(**batch, return_logits=True)["logits"]
+    stock_model, theirs = fresh_model(processor), []
+    header, end = learner_header(processor)
+    for scene in made:
+        inputs = processor.apply_chat_template(messages(scene), tokenize=True, return_dict=True, return_tensors="pt")
+        ids = inputs["input_ids"][0].numpy()
+        theirs.append(stock_model(**inputs).logits[0, np.flatnonzero(train.answer_mask(ids, header, end)) - 1])
+    torch.testing.assert_close(mine, torch.cat(theirs), rtol=1e-4, atol=1e-5)
+
+
+def learner_header(processor):
+    talk = train.Conversations(processor)
+    return talk.header, talk.end
+
+
+@torch.no_grad()
+def test_dropping_cells_equals_masking_them_in_the_language_model(processor, data):
+    """What is left stands where it stood: same ids, places, labels and predictions' addresses."""
+    learner = train.Learner(fresh_model(processor)).train()
+    scene = data.scene(5, "train", SIZE)
+    batch = data.collate([scene])
+    taken = {}
+
+    def allocate(inputs):
+        before = {k: v.clone() if torch.is_tensor(v) else v for k, v in inputs.items()}
+        train.drop_cells(inputs, 0.5, torch.Generator().manual_seed(0))
+        taken.update(before=before, after=dict(inputs))
+
+    learner.allocate = allocate
+    out = learner(**batch, return_logits=True)
+    before, after = taken["before"], taken["after"]
+    cells, keep = before["kind"].shape[1], after["kind"].shape[1]
+    assert keep == cells // 2 and after["patches"].shape[0] == keep * 4
+    first = before["first"]
+    places = after["position_ids"][1:, 0, first : first + keep] - first  # [2, keep]: y, x
+    kept = places[0] * (SIZE // 32) + places[1]
+    assert torch.equal(after["kind"][0], before["kind"][0, kept])
+    assert torch.equal(after["patches"].view(keep, -1), before["patches"].view(cells, -1)[kept])
+    assert torch.equal(after["tower"]["position_ids"].view(keep, 4, 2)[:, 0] // 2, places.T)
+    assert torch.equal(after["input_ids"][0, after["answer_index"] + 1], batch["answer_target"])
+    assert out["logits"].isfinite().all()
+
+
+# ---- runs
+
+
+def run(out, *more):
+    args = train.parser().parse_args(
+        ["base", "--device", "cpu", "--out", str(out), "--stage", "128:2:1", "--pictures", "12", "--warmup", "4",
+         "--workers", "0", "--log-every", "0", "--save-every", "0", "--eval-scenes", "4", "--eval-every", "0",
+         "--questions", "2", "--drop", "0.5", "--drop-from", "0.2", *more]
+    )  # fmt: skip
+    train.base(args)
+    return [row for row in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if "loss" in row]
+
+
+def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
+    whole = run(tmp_path / "whole")
+    step_end = train.Report.on_step_end
+
+    def stop_at_three(self, args, state, control, **kwargs):
+        step_end(self, args, state, control, **kwargs)
+        control.should_training_stop = control.should_training_stop or state.global_step == 3
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Report, "on_step_end", stop_at_three)
+        assert len(run(tmp_path / "parts")) == 3
+    parts = run(tmp_path / "parts", "--resume")
+    keys = ("step", "pictures", "lr", "loss", "answers", "probe")
+    assert [[row[k] for k in keys] for row in parts] == [[row[k] for k in keys] for row in whole]
+    assert len(whole) == 6 and whole[-1]["pictures"] == 12
+    record = json.loads((tmp_path / "whole" / "training.json").read_text())
+    assert record["finished"] and record["accuracy"] and record["seed"] == 0
+    weights = tmp_path / "whole" / "model.safetensors"
+    assert weights.stat().st_size < 15.5e6
+    again = run(tmp_path / "init", "--init", str(tmp_path / "whole"))  # weights alone are enough to start from
+    assert again[0]["answers"] < whole[0]["answers"]
+
+
+def test_wilson():
+    low, high = train.wilson(95, 100)
+    assert (round(low, 4), round(high, 4)) == (0.8882, 0.9785)  # textbook values
