@@ -128,6 +128,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         pixel_values: Tensor | None = None,
         image_grid_thw: Tensor | None = None,
         num_visual_tokens: int | float | str | list | None = None,
+        known: ArrCocOutput | None = None,
         **_,
     ) -> ArrCocOutput:
         """Decides, for each image and the question beside it, where its tokens go. The vision tower sees no fine patch.
@@ -137,6 +138,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 processor made them; its further outputs are accepted and not needed.
             num_visual_tokens: the budget of each image, or a list with one an image: a positive int, a share in
                 (0, 1], `"auto"` or `"all"`; the config's unless given.
+            known: what was perceived of the same images with another question; texture is not computed again.
 
         Returns:
             [`ArrCocOutput`], which `generate` and `forward` accept as `perception` beside the same inputs.
@@ -151,12 +153,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         if not prompt.grids:
             return out
         with _timed(out.seconds, "texture"):
-            for patches, grid in zip(prompt.patches, image_grid_thw.tolist(), strict=True):
-                pixels = to_pixels(
-                    patches, grid, mean=self.config.image_mean, std=self.config.image_std, **self._layout
-                )[0]
-                out.texture.append(texture(pixels, self.config.cell, self.config.texture_groups))
-                out.detail.append(detail(pixels, self.config.cell))
+            self._see(prompt, out, known)
         questions = [prompt.question(row) for row in prompt.image_rows]
         embedded = [self.get_input_embeddings()(question).detach() for question in questions]
         glances = [None] * len(questions)
@@ -187,6 +184,18 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                     attend(gain, out.detail[i], spend, config.allocator, config.topk_neighbourhood)
                 )
         return out
+
+    def _see(self, prompt: "_Prompt", out: ArrCocOutput, known: ArrCocOutput | None):
+        if known is not None:
+            if list(known.grid) != prompt.grids:
+                raise ValueError(f"known is of images with grids {known.grid}, the inputs have {prompt.grids}.")
+            out.texture, out.detail = list(known.texture), list(known.detail)
+            return
+        config = self.config
+        for patches, (_, h, w) in zip(prompt.patches, prompt.grid_thw.tolist(), strict=True):
+            pixels = to_pixels(patches, (1, h, w), mean=config.image_mean, std=config.image_std, **self._layout)[0]
+            out.texture.append(texture(pixels, config.cell, config.texture_groups))
+            out.detail.append(detail(pixels, config.cell))
 
     def _participate(self, grid: tuple[int, int], texture: Tensor, embedded: Tensor, glance: "_Glance | None") -> Tensor:
         """One image's participatory map, `[h, w]`. Without a question nothing is asked for anywhere: 0.5 throughout."""
