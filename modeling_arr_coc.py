@@ -88,11 +88,12 @@ class Relevance(nn.Module):
 
     def _apply(self, fn, recurse=True):
         """Moves with the model, but is never cast with it: the choice must not change with the model's dtype."""
-        super()._apply(fn, recurse)
-        for parameter in self.parameters():
-            if parameter.dtype != torch.float32:
-                parameter.data = parameter.data.float()
-        return self
+
+        def move(x: Tensor) -> Tensor:
+            moved = fn(x)
+            return moved if moved.dtype == torch.float32 else x.to(moved.device, torch.float32)
+
+        return super()._apply(move, recurse)
 
 
 class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
@@ -625,9 +626,7 @@ class _Prompt:
             if len(starts):
                 turn = ids[starts[-1] + len(opening) :]
                 ends = (turn == config.turn_end_token_id).nonzero()[:, 0]
-                text = self._text(turn[: ends[0]] if len(ends) else turn)
-                if len(text):
-                    return text
+                return self._text(turn[: ends[0]] if len(ends) else turn)
         return self._text(ids[ids != config.turn_end_token_id])
 
     def _text(self, ids: Tensor) -> Tensor:
