@@ -36,9 +36,25 @@ def _glyph(character: str, font: str, side: int = MASK_SIDE) -> Image.Image:
     big = ImageFont.truetype(_font_file(font), 4 * side)
     image = Image.new("L", (10 * side, 10 * side))
     ImageDraw.Draw(image).text((5 * side, 5 * side), character, font=big, fill=255, anchor="mm")
+    image = _without_specks(image.crop(image.getbbox()))
     image = image.crop(image.getbbox())
     scale = side / max(image.size)
     return image.resize([max(1, round(v * scale)) for v in image.size], Image.LANCZOS)
+
+
+def _without_specks(ink: Image.Image) -> Image.Image:
+    """The ink without parts below 1 % of it (the snowman's flakes): too fine to see, yet they would widen its box."""
+    left = ink.point(lambda v: 255 if v > 96 else 0)
+    keep = np.zeros((ink.height, ink.width), bool)
+    total = np.count_nonzero(left)
+    while (pixels := np.argwhere(np.asarray(left) == 255)).size:
+        ImageDraw.floodfill(left, tuple(pixels[0, ::-1].tolist()), 128)
+        part = np.asarray(left) == 128
+        if part.sum() >= 0.01 * total:
+            keep |= part
+        left = Image.fromarray(np.where(part, 0, np.asarray(left)).astype(np.uint8)).copy()  # to be written to
+    keep = Image.fromarray(keep.astype(np.uint8) * 255).filter(ImageFilter.MaxFilter(5))  # with its soft edge
+    return Image.fromarray(np.minimum(np.asarray(ink), np.asarray(keep)))
 
 
 def _font_file(name: str) -> str:

@@ -313,16 +313,16 @@ class Asker:
         return kind and ({"kind": kind}, "no", [])
 
     def _existence_two(self):
-        if len(self.objects) < 2:
-            return None
+        """Both there, or one there and the other only nearly."""
         yes = self.dice.chance(0.5)
-        first, second = self.dice.shuffled(self.objects)[:2]
-        pair = (second.colour, second.kind) if yes else self._lookalike()
-        if not pair or pair == (first.colour, first.kind) or pair[1] == first.kind:
-            return None
-        evidence = self.by_both[first.colour, first.kind] + (self.by_both[pair] if yes else self.by_kind[pair[1]])
-        one, two = self.dice.shuffled([(first.colour, first.kind), pair])
-        return {"colour": one[0], "kind": one[1], "second": two[0], "other": two[1]}, _yes(yes), evidence
+        for _ in range(8 if len(self.by_kind) > 1 else 0):
+            first = self._pick(self.objects)
+            second = self.dice.pick(list(self.by_both)) if yes else self._lookalike()
+            if second and second[1] != first.kind:
+                evidence = self.by_both[first.colour, first.kind] + (self.by_both[second] if yes else self.by_kind[second[1]])
+                one, two = self.dice.shuffled([(first.colour, first.kind), second])
+                return {"colour": one[0], "kind": one[1], "second": two[0], "other": two[1]}, _yes(yes), evidence
+        return None
 
     # ---- comparison
 

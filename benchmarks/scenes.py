@@ -397,14 +397,15 @@ _SOLID = [0] * 128 + [255] * 128
 
 
 def cell_labels(scene: Scene, cell: int = 32) -> dict[str, np.ndarray]:
-    """What stands in each cell: `kind` and `colour`, int64 `[H // cell, W // cell]`, 0 = empty, else 1 + index.
+    """What stands in each cell: `kind` and `colour`, int64 `[h, w]`, 0 = empty, else 1 + index.
 
     The visible object that covers most of the cell, if that is at least 5 % of it; the cell that holds most of
-    an object counts whatever the share.
+    an object counts whatever the share. `h, w`: the sides over `cell`, rounded as Qwen's processor rounds.
     """
-    h, w = (max(1, side // cell) for side in scene.image.shape[:2])
-    ids = object_map(scene)[:h * cell:2, :w * cell:2]  # every second pixel is enough to find a majority
-    rows, columns = (np.minimum(np.arange(0, n, 2) // cell, m - 1)[:k] for n, m, k in zip(scene.image.shape, (h, w), ids.shape))
+    height, width = scene.image.shape[:2]
+    h, w = max(1, round(height / cell)), max(1, round(width / cell))
+    ids = object_map(scene)[::2, ::2]  # every second pixel is enough to find a majority
+    rows, columns = np.arange(0, height, 2) * h // height, np.arange(0, width, 2) * w // width
     n = len(scene.objects) + 1
     index = (rows[:, None] * (w * n) + columns[None] * n) + ids
     cover = np.bincount(index.ravel(), minlength=h * w * n).reshape(h * w, n)[:, 1:]
