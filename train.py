@@ -267,7 +267,7 @@ class Plan:
 
 
 class Scenes(IterableDataset):
-    """Endless batches of rendered scenes. Batch k of rank r is the same whoever renders it, and its seeds are its own."""
+    """Endless batches of rendered scenes. Batch k of rank r is the same whoever renders it, its seeds only its own."""
 
     def __init__(self, plan: Plan, processor, *, seed: int, questions: int, start: int = 0, rank: int = 0):
         self.plan, self.seed, self.questions, self.start, self.rank = plan, seed, questions, start, rank
@@ -470,6 +470,8 @@ class Report(TrainerCallback):
             self.saved = seconds
             if state.is_world_process_zero:
                 save_weights(self.trainer.model.model, self.out)
+                record = describe(self.args, self.plan, self.trainer.model.model, self.rows)
+                (self.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def write(self, row: dict):
         self.rows.append(row)
@@ -605,9 +607,7 @@ def base(args: argparse.Namespace):
         start = int(checkpoint.rpartition("-")[2])
     elif args.resume:
         print(f"Nothing to resume in {state}: starting afresh.")
-    data = Scenes(
-        plan, processor, seed=args.seed, questions=args.questions, start=start, rank=settings.process_index
-    )
+    data = Scenes(plan, processor, seed=args.seed, questions=args.questions, start=start, rank=settings.process_index)
     learner = Learner(model, args.probe)
     if args.drop:
         learner.allocate = Dropping(plan, args.drop, args.drop_from, args.seed)
@@ -618,15 +618,12 @@ def base(args: argparse.Namespace):
     args.out.mkdir(parents=True, exist_ok=True)
     if not checkpoint and settings.process_index == 0:
         (args.out / "log.jsonl").unlink(missing_ok=True)
-    report = Report(trainer, args.out, args)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(report)
+    trainer.add_callback(Report(trainer, args.out, args))
     trainer.train(resume_from_checkpoint=checkpoint)
     if settings.process_index == 0:
-        record = describe(args, plan, model, report.rows)
-        (args.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
         plot_curves(args.out / "log.jsonl", args.out / "curves.png")
-        print(json.dumps({key: record[key] for key in ("pictures", "seconds", "finished", "last", "accuracy")}))
+        print((args.out / "training.json").read_text())
 
 
 class Dropping:
@@ -725,7 +722,7 @@ The learning rate warms up, stays, and falls to zero over the last 40 %, whichev
   python train.py base --out out/try --stage 128:64:20000                        # a few minutes on a CPU
   python train.py base --out out/big --seconds 1500 --pause-after 560            # a part of a long run ...
   python train.py base --out out/big --seconds 1500 --pause-after 560 --resume   # ... and the next part
-  accelerate launch --num_processes 2 --cpu train.py base --out out/two --stage 128:32:2000
+  accelerate launch --multi_gpu --num_processes 2 train.py base --device cpu --out out/two --stage 128:32:2000
 
 OUT gets model.safetensors (bfloat16, every --save-every seconds), log.jsonl, curves.png and training.json;
 the state to resume from lies in OUT/state, or elsewhere with --state.""",
@@ -736,8 +733,8 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     p.add_argument("--init", type=Path, help="start from this folder's weights instead of fresh ones")
     p.add_argument("--resume", action="store_true", help="go on from the last state; seeds are not repeated")
     p.add_argument("--state", type=Path, help="folder of the state to resume from (default OUT/state; 90 MB)")
-    p.add_argument("--stage", type=Stage.parse, action="append", metavar="SIZE:BATCH:WEIGHT", help="give once per stage "
-                   f"(default with a GPU: {' '.join(CUDA_STAGES)}; without: {' '.join(CPU_STAGES)})")  # fmt: skip
+    stages = f"default with a GPU: {' '.join(CUDA_STAGES)}; without: {' '.join(CPU_STAGES)}"
+    p.add_argument("--stage", type=Stage.parse, action="append", metavar="SIZE:BATCH:WEIGHT", help=stages)
     p.add_argument("--pictures", type=int, default=0, help="length of the whole run in pictures")
     p.add_argument("--seconds", type=float, default=0, help="length of the whole run in seconds of training")
     p.add_argument("--pause-after", type=float, default=0, help="save and leave after this many seconds; then --resume")
@@ -754,6 +751,10 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     p.add_argument("--eval-scenes", type=int, default=128, help="scenes of the quick evaluation; 0: none")
     p.add_argument("--save-every", type=float, default=120, metavar="SECONDS")
     p.add_argument("--seed", type=int, default=0, help="of weights and scenes, 0 to 63")
+
+    c = commands.add_parser("curves", help="draw log.jsonl again, where a run's machine had no matplotlib")
+    c.set_defaults(run=lambda args: plot_curves(args.out / "log.jsonl", args.out / "curves.png"))
+    c.add_argument("--out", type=Path, required=True, help="folder of a run")
 
     e = commands.add_parser("evaluate", help="accuracy of a checkpoint on a fixed test split")
     e.set_defaults(run=evaluate)

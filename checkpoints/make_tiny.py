@@ -130,7 +130,13 @@ def tiny_tokenizer(corpus: Iterable[str], size: int = VOCABULARY) -> Qwen2Tokeni
 
 def tiny_processor(tokenizer: Qwen2Tokenizer) -> Qwen3VLProcessor:
     """Qwen3-VL's processor. Pictures of 128 to 2048 px a side pass unresized where their sides are multiples of 32."""
-    image = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    image = {
+        "patch_size": 16,
+        "temporal_patch_size": 2,
+        "merge_size": 2,
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
     return Qwen3VLProcessor(
         image_processor=Qwen2VLImageProcessor(**image, size={"shortest_edge": 64 * 64, "longest_edge": 2048 * 2048}),
         tokenizer=tokenizer,

@@ -141,14 +141,15 @@ def test_pixel_values_equal_the_processors(processor, batch, made):
 def test_ids_and_positions_equal_stock(processor, batch, made):
     model = fresh_model(processor)
     for i, scene in enumerate(made):
-        stock = processor.apply_chat_template(
-            messages(scene), tokenize=True, return_dict=True, return_tensors="pt"
-        )
+        stock = processor.apply_chat_template(messages(scene), tokenize=True, return_dict=True, return_tensors="pt")
         n = stock["input_ids"].shape[1]
         assert batch["input_ids"][i, :n].tolist() == stock["input_ids"][0].tolist()
         assert (batch["input_ids"][i, n:] == processor.tokenizer.pad_token_id).all()
         positions, _ = model.model.get_rope_index(
-            stock["input_ids"], stock["mm_token_type_ids"], stock["image_grid_thw"], attention_mask=stock["attention_mask"]
+            stock["input_ids"],
+            stock["mm_token_type_ids"],
+            stock["image_grid_thw"],
+            attention_mask=stock["attention_mask"],
         )
         assert torch.equal(batch["position_ids"][:, i, :n], positions[:, 0])
 
