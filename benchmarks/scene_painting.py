@@ -36,25 +36,9 @@ def _glyph(character: str, font: str, side: int = MASK_SIDE) -> Image.Image:
     big = ImageFont.truetype(_font_file(font), 4 * side)
     image = Image.new("L", (10 * side, 10 * side))
     ImageDraw.Draw(image).text((5 * side, 5 * side), character, font=big, fill=255, anchor="mm")
-    image = _without_specks(image.crop(image.getbbox()))
     image = image.crop(image.getbbox())
     scale = side / max(image.size)
     return image.resize([max(1, round(v * scale)) for v in image.size], Image.LANCZOS)
-
-
-def _without_specks(ink: Image.Image) -> Image.Image:
-    """The ink without parts below 1 % of it (the snowman's flakes): too fine to see, yet they would widen its box."""
-    left = ink.point(lambda v: 255 if v > 96 else 0)
-    keep = np.zeros((ink.height, ink.width), bool)
-    total = np.count_nonzero(left)
-    while (pixels := np.argwhere(np.asarray(left) == 255)).size:
-        ImageDraw.floodfill(left, tuple(pixels[0, ::-1].tolist()), 128)
-        part = np.asarray(left) == 128
-        if part.sum() >= 0.01 * total:
-            keep |= part
-        left = Image.fromarray(np.where(part, 0, np.asarray(left)).astype(np.uint8)).copy()  # to be written to
-    keep = Image.fromarray(keep.astype(np.uint8) * 255).filter(ImageFilter.MaxFilter(5))  # with its soft edge
-    return Image.fromarray(np.minimum(np.asarray(ink), np.asarray(keep)))
 
 
 def _font_file(name: str) -> str:
@@ -248,7 +232,8 @@ def _fields() -> dict[str, list[np.ndarray]]:
     for name in PHOTOS:
         tile = assets()[f"photo/{name}"]
         fields["photo"] += [_mirror(tile), _mirror(np.asarray(Image.fromarray(tile).resize((560, 560), Image.NEAREST)))]
-    fields["marble"] = [_octaves(rng, (2, 4, 8)) for _ in range(3)]
+    # Veins: where smooth noise crosses its middle.
+    fields["marble"] = [np.abs(_octaves(rng, (8, 16, 32, 64)).astype(np.int16) * 2 - 255).astype(np.uint8) for _ in range(3)]
     fields["leaves"] = [_leaves(rng) for _ in range(3)]
     fields["scribble"] = [_scribble(rng) for _ in range(3)]
     return fields
@@ -328,7 +313,8 @@ def paint_ground(name: str, height: int, width: int, dice) -> Image.Image:
         dark, light = [v * dice.uniform(0.0, 0.35) for v in tint], [255 - (255 - v) * dice.uniform(0.1, 0.6) for v in tint]
         ends = (dark, light) if name != "leaves" or dice.chance(0.5) else (dark, other)
     else:
-        ends = (tint, [t + (o - t) * dice.uniform(0.25, 0.7) for t, o in zip(tint, other)])
+        step = dice.uniform(45, 100) * (-1 if sum(tint) > 384 else 1)  # enough that it is not taken for plain
+        ends = (tint, [t + step + 0.2 * (o - t) for t, o in zip(tint, other)])
     if name == "gradient":
         ramp = np.linspace(0, 127.5, height)[:, None] + np.linspace(0, 127.5, width)[None] * dice.uniform(0, 1)
         field = (ramp[::-1] if dice.chance(0.5) else ramp).astype(np.uint8)

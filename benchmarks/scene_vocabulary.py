@@ -39,7 +39,7 @@ COLOURS = tuple(PALETTE)
 STRAY_COLOURS = ((128, 128, 128), (170, 160, 140), (112, 86, 62), (96, 108, 84), (88, 100, 120), (146, 120, 96))
 STRAYS = "♃♄♅♈♉♊♋♌♍♎♏♐♑♒♓☊☋⌘⎇☡☧☫☬♇♭♮♯⚕⚚⚜❡❦❧ξφϪϞЖЮѢҨԖ"
 
-PLURALS = {"mouse": "mice", "snowman": "snowmen", "cross": "crosses", "scissors": "scissors", "scales": "scales",
+PLURALS = {"mouse": "mice", "snowman": "snowmen", "cross": "crosses", "plus": "pluses", "scissors": "scissors", "scales": "scales",
            "swords": "swords", "dice": "dice"}
 
 WORDS = tuple("""
