@@ -1,0 +1,432 @@
+"""Train where to look: ARR-COC's learned parts, on a frozen base or with a LoRA on it.
+
+    python train.py arr-coc --model checkpoints/tiny --out runs/arr_coc                     # rendered scenes
+    python train.py arr-coc --model ORG/arr-coc-vis --dataset my_vqa --out runs/arr_coc     # rows of your own
+
+Each row is an image, a question, its answer, and where it has them the boxes of the evidence. The curriculum:
+
+1. *grounded*: relevance learns the evidence boxes, no token is spent;
+2. (*video*: relevance carried from frame to frame. Not there yet.)
+3. *answers*: end to end. A budget is drawn for every image, its tokens are chosen and realized, and the answer's loss
+   comes back through the hard choice; evidence stays in the loss, and hard rows count twice.
+
+Two ways of passing a gradient through the choice: `straight-through` gates each realized token by its gain without
+changing it (Bengio et al. 2013); `perturbed` compares two noisy choices and makes the better one likelier (the score
+function of a Plackett-Luce choice, Williams 1992).
+"""
+
+import argparse
+import json
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+from transformers import AutoProcessor, Trainer, TrainerCallback, TrainingArguments
+
+from arr_coc import ArrCocForConditionalGeneration, ArrCocOutput
+from arr_coc.attending import attend, token_gain, tokens_per_cell
+from arr_coc.balancing import TENSIONS
+from arr_coc.texture import detail, texture, to_pixels
+
+CHOICES = ("straight-through", "perturbed")
+
+
+@dataclass
+class Row:
+    """One question about one image."""
+
+    image: object  # PIL image or uint8 [H, W, 3]
+    question: str
+    answer: str
+    boxes: list = field(default_factory=list)  # evidence, (x0, y0, x1, y1) in pixels of the image
+    whole: bool = False  # the question is about the whole image: everything is evidence
+    hard: bool = False
+
+
+class SceneRows(IterableDataset):
+    """Endless groups of questions, a group for each rendered scene. Process r of n takes every n-th scene."""
+
+    def __init__(self, first: int, questions: int, size: int, split: str = "train", rank: int = 0, world: int = 1):
+        self.first, self.questions, self.size, self.split = first, questions, size, split
+        self.rank, self.world = rank, world
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        from torch.utils.data import get_worker_info
+
+        info = get_worker_info()
+        offset, stride = (info.id, info.num_workers) if info else (0, 1)
+        seed = self.first + self.rank + self.world * offset
+        while True:
+            if rows := scene_rows(seed, self.split, self.size, self.questions):
+                yield rows
+            seed += self.world * stride
+
+
+def scene_rows(seed: int, split: str, size: int, questions: int) -> list[Row]:
+    from benchmarks.scenes import make_scene
+
+    scene = make_scene(seed, split, size, n_questions=questions)
+    hard = getattr(scene, "hard", split == "hard")
+    return [
+        Row(scene.image, q.question, q.answer, list(q.boxes), whole=q.type == "whole", hard=hard)
+        for q in scene.questions
+    ]
+
+
+class DatasetRows(Dataset):
+    """Rows of a `datasets` dataset with VQAv2-like columns, a group of one each.
+
+    Columns: `image`; `question`; `answer`, or `answers` (strings, or dicts with `answer`; the most frequent is taken),
+    or `multiple_choice_answer`; and optionally `boxes` or `bbox`, evidence as (x0, y0, x1, y1) in pixels.
+    """
+
+    def __init__(self, name: str, split: str):
+        from datasets import Dataset as HubDataset
+        from datasets import load_dataset, load_from_disk
+
+        data = load_from_disk(name) if os.path.isdir(name) else load_dataset(name, split=split)
+        self.data = data if isinstance(data, HubDataset) else data[split]
+        columns = set(self.data.column_names)
+        self.answer = next((c for c in ("answer", "multiple_choice_answer", "answers") if c in columns), None)
+        lacking = {"image", "question"} - columns | ({"answer"} if self.answer is None else set())
+        if lacking:
+            raise ValueError(f"--dataset {name} lacks the columns {sorted(lacking)}; it has {sorted(columns)}.")
+        self.boxes = next((c for c in ("boxes", "bbox") if c in columns), None)
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __getitem__(self, i: int) -> list[Row]:
+        row = self.data[i]
+        answer = row[self.answer]
+        if isinstance(answer, (list, tuple)):
+            texts = [a["answer"] if isinstance(a, dict) else a for a in answer]
+            answer = max(texts, key=texts.count)
+        return [Row(row["image"].convert("RGB"), row["question"], str(answer), row[self.boxes] if self.boxes else [])]
+
+
+class Collate:
+    """Groups of rows -> a batch for `ArrCocForConditionalGeneration`, with texture computed here, by the workers.
+
+    Beside the processor's tensors, of which `pixels` has an entry an image, for `questions` rows each: `labels` (answers and end of turn, else -100), `texture` and `detail` (lists),
+    `evidence` (list of `[h, w]` bool, or None where a row says nothing) and `weight [B]`.
+    """
+
+    def __init__(self, processor, config, hard_weight: float = 2.0):
+        self.processor, self.config, self.hard_weight = processor, config, hard_weight
+        self.layout = {
+            "patch_size": config.vision_config.patch_size,
+            "temporal_patch_size": config.vision_config.temporal_patch_size,
+            "merge_size": config.vision_config.spatial_merge_size,
+        }
+
+    def __call__(self, groups: list[list[Row]]) -> dict:
+        out = {"texture": [], "detail": [], "evidence": [], "weight": [], "questions": []}
+        pixels, grids, texts, lengths = [], [], [], []
+        config, tokenizer = self.config, self.processor.tokenizer
+        for group in groups:
+            image = group[0].image
+            width, height = image.size if hasattr(image, "size") and not isinstance(image, np.ndarray) else image.shape[1::-1]
+            seen = self.processor.image_processor(images=[image], return_tensors="pt")
+            grid = seen["image_grid_thw"][0]
+            h, w = int(grid[1]) // 2, int(grid[2]) // 2
+            one = to_pixels(seen["pixel_values"], grid, mean=config.image_mean, std=config.image_std, **self.layout)[0]
+            pixels.append(seen["pixel_values"])
+            out["questions"].append(len(group))
+            made = texture(one, config.cell, config.texture_groups), detail(one, config.cell)
+            for row in group:
+                prompt = self.processor.apply_chat_template(
+                    [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": row.question}]}],
+                    add_generation_prompt=True,
+                )
+                prompt = prompt.replace("<|image_pad|>", "<|image_pad|>" * (h * w), 1)
+                ids = tokenizer(prompt)["input_ids"]
+                answer = tokenizer(row.answer)["input_ids"] + [config.turn_end_token_id]
+                texts.append(ids + answer)
+                lengths.append(len(answer))
+                grids.append(grid)
+                out["texture"].append(made[0])
+                out["detail"].append(made[1])
+                out["evidence"].append(evidence(row, h, w, height, width))
+                out["weight"].append(self.hard_weight if row.hard else 1.0)
+        length = max(map(len, texts))
+        out["input_ids"] = torch.full((len(texts), length), tokenizer.pad_token_id)
+        out["attention_mask"] = torch.zeros_like(out["input_ids"])
+        out["labels"] = torch.full_like(out["input_ids"], -100)
+        for i, (ids, n) in enumerate(zip(texts, lengths, strict=True)):
+            out["input_ids"][i, length - len(ids) :] = torch.tensor(ids)
+            out["attention_mask"][i, length - len(ids) :] = 1
+            out["labels"][i, length - n :] = torch.tensor(ids[-n:])
+        out["pixels"], out["image_grid_thw"] = pixels, torch.stack(grids)
+        out["answer_tokens"] = max(lengths)
+        out["weight"] = torch.tensor(out["weight"])
+        return out
+
+
+def evidence(row: Row, h: int, w: int, height: int, width: int) -> Tensor | None:
+    """`[h, w]` bool: the cells that a row's boxes touch by at least a tenth of a cell's side; all for the whole scene."""
+    if row.whole:
+        return torch.ones(h, w, dtype=torch.bool)
+    if not len(row.boxes):
+        return None
+    out = torch.zeros(h, w, dtype=torch.bool)
+    for x0, y0, x1, y1 in row.boxes:
+        top, left = int(y0 * h / height + 0.1), int(x0 * w / width + 0.1)
+        bottom, right = math.ceil(y1 * h / height - 0.1), math.ceil(x1 * w / width - 0.1)
+        out[min(top, h - 1) : max(bottom, top + 1), min(left, w - 1) : max(right, left + 1)] = True
+    return out
+
+
+def grounding_loss(perception: ArrCocOutput, masks: list[Tensor | None], weight: Tensor) -> Tensor:
+    """How far relevance is from the evidence: cross-entropy of the participatory map, and -log of the gain's mass in it.
+
+    Evidence and the rest of an image weigh alike, however few cells the evidence has. Rows without evidence count
+    nothing; of whole-scene rows only the first term counts (all of the mass is inside).
+    """
+    total, count = weight.new_zeros(()), 0.0
+    for i, mask in enumerate(masks):
+        if mask is None:
+            continue
+        p = perception.participatory[i].float().clamp(1e-5, 1 - 1e-5)
+        target = mask.to(p)
+        each = F.binary_cross_entropy(p, target, reduction="none")
+        loss = (each * target).sum() / target.sum()
+        if not mask.all():
+            loss = (loss + (each * (1 - target)).sum() / (1 - target).sum()) / 2
+            gain = perception.gain[i]
+            loss = loss - 0.5 * ((gain * target).sum() / gain.sum()).clamp(min=1e-6).log()
+        total = total + weight[i] * loss
+        count += float(weight[i])
+    return total / max(count, 1.0)
+
+
+@torch.no_grad()
+def grounding_scores(perception: ArrCocOutput, masks: list[Tensor | None]) -> dict[str, float]:
+    """Means over rows with evidence that is not the whole image: share of it kept at scale 1, homunculus mass in it."""
+    recall, mass = [], []
+    for i, mask in enumerate(masks):
+        if mask is None or mask.all():
+            continue
+        density = tokens_per_cell(perception.allocation[i], *perception.grid[i])
+        mask = mask.cpu()
+        recall.append(float((density[mask] == 1).double().mean()))
+        mass.append(float(density[mask].sum() / density.sum()))
+    if not recall:
+        return {}
+    return {"evidence_recall": float(np.mean(recall)), "evidence_mass": float(np.mean(mass))}
+
+
+class ArrCocTrainer(Trainer):
+    """`Trainer` with the curriculum's loss. What it says of a run goes to whatever `--report-to` names."""
+
+    def __init__(self, *args, stage: str, choice: str, budgets: tuple[float, float], noise: float, ground: float, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.stage, self.choice, self.budgets, self.noise, self.ground = stage, choice, budgets, noise, ground
+        self.dice = np.random.default_rng(self.args.seed)
+        self.seen: list[dict[str, float]] = []
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        core = self.accelerator.unwrap_model(model)
+        masks, weight = inputs.pop("evidence"), inputs.pop("weight")
+        labels, keep = inputs.pop("labels"), inputs.pop("answer_tokens")
+        known = ArrCocOutput(
+            grid=[tuple(t.shape[1:]) for t in inputs["texture"]], texture=inputs.pop("texture"), detail=inputs.pop("detail")
+        )
+        images = zip(inputs.pop("pixels"), inputs.pop("questions"), strict=True)
+        inputs["pixel_values"] = torch.cat([pixels for pixels, questions in images for _ in range(questions)])
+        low, high = np.log(self.budgets)
+        shares = np.exp(self.dice.uniform(low, high, len(masks))).tolist()
+        perception = core.perceive(**inputs, known=known, num_visual_tokens=shares)
+        loss = self.ground * grounding_loss(perception, masks, weight)
+        said = {"ground": float(loss.detach())}
+        if self.stage == "answers":
+            answer = self.answer_loss(core, inputs, labels, keep, perception, weight)
+            said["answer"] = float(answer.detach())
+            loss = loss + answer
+        self.watch(perception, masks, said)
+        return loss
+
+    def answer_loss(self, core, inputs: dict, labels: Tensor, keep: int, perception: ArrCocOutput, weight: Tensor) -> Tensor:
+        """Cross-entropy of the answers from the chosen tokens, rows weighted; its gradient reaches the gain."""
+
+        def per_row(perception: ArrCocOutput) -> Tensor:
+            # Prompts are padded on the left, so the answers stand at the end, shortened or not.
+            logits = core(**inputs, perception=perception, logits_to_keep=keep + 1).logits[:, :-1].float()
+            target = labels[:, -keep:]
+            each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="none")
+            return each.view_as(target).sum(1) / (target >= 0).sum(1)
+
+        if self.choice == "straight-through":
+            return (per_row(perception) * weight).sum() / weight.sum()
+        with torch.no_grad():
+            tries = [self.perturbed(core, perception) for _ in range(2)]
+            first, second = (per_row(t) for t in tries)
+        likely = [torch.stack([_log_likelihood(perception.gain[i], t.allocation[i]) for i in range(len(weight))]) for t in tries]
+        surrogate = (first - second) / 2 * (likely[0] - likely[1])
+        value = (first + second) / 2
+        return ((value + surrogate - surrogate.detach()) * weight).sum() / weight.sum()
+
+    def perturbed(self, core, perception: ArrCocOutput) -> ArrCocOutput:
+        config, out = core.config, ArrCocOutput(**perception)
+        out.allocation = []
+        for gain, lost, budget in zip(perception.gain, perception.detail, perception.budget, strict=True):
+            gumbel = -torch.log(-torch.log(torch.rand_like(gain).clamp(1e-9, 1 - 1e-7)))
+            noisy = gain * (self.noise * gumbel).exp()
+            out.allocation.append(attend(noisy / noisy.amax(), lost, budget, config.allocator))
+        return out
+
+    def watch(self, perception: ArrCocOutput, masks: list, said: dict):
+        tensions = torch.stack([t.detach() for t in perception.tensions]).mean(0).tolist()
+        names = [name.replace("↔", "_") for name in TENSIONS]
+        said |= dict(zip((f"tension/{n}" for n in names), tensions, strict=True))
+        said |= {"budget": float(np.mean(perception.budget)), **grounding_scores(perception, masks)}
+        self.seen.append(said)
+
+    def log(self, logs: dict, *args, **kwargs):
+        if self.seen and "loss" in logs:
+            shaping = self.accelerator.unwrap_model(self.model).relevance.shaping
+            keys = {k for row in self.seen for k in row}
+            logs |= {k: round(float(np.mean([r[k] for r in self.seen if k in r])), 5) for k in sorted(keys)}
+            logs |= {"steepness": float(shaping.steepness.detach()), "offset": float(shaping.offset.detach())}
+            self.seen.clear()
+        super().log(logs, *args, **kwargs)
+
+
+def _log_likelihood(gain: Tensor, allocation: Tensor) -> Tensor:
+    """Log of the chosen tokens' share of the gain, summed: Plackett-Luce but for drawing without replacement."""
+    share = token_gain(gain, allocation) / gain.sum()
+    return share.clamp(min=1e-9).log().mean()
+
+
+class Pictures(TrainerCallback):
+    """Relevance of a few fixed rows, drawn as training goes, into `out/pictures` and TensorBoard."""
+
+    def __init__(self, rows: list[Row], processor, out: Path, every: int):
+        self.rows, self.processor, self.out, self.every = rows, processor, out / "pictures", every
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if self.every and (state.global_step % self.every == 0 or state.global_step == 1) and state.is_world_process_zero:
+            self.draw(model, state.global_step)
+
+    @torch.no_grad()
+    def draw(self, model, step: int):
+        from PIL import Image
+
+        from arr_coc.visualizing import relevance_overlay
+
+        self.out.mkdir(parents=True, exist_ok=True)
+        tiles = []
+        for row in self.rows:
+            image = row.image if isinstance(row.image, Image.Image) else Image.fromarray(row.image)
+            inputs = chat_inputs(self.processor, image, row.question).to(model.device)
+            perception = model.perceive(**inputs, num_visual_tokens=0.2)
+            tiles.append(relevance_overlay(image, perception.relevance[0].float().cpu()).resize((256, 256)))
+        sheet = Image.new("RGB", (256 * len(tiles), 256))
+        for i, tile in enumerate(tiles):
+            sheet.paste(tile, (256 * i, 0))
+        sheet.save(self.out / f"{step:07d}.jpg", quality=85)
+
+
+def chat_inputs(processor, image, question: str):
+    messages = [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": question}]}]
+    return processor.apply_chat_template(
+        messages, tokenize=True, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+    )
+
+
+def add_arguments(p: argparse.ArgumentParser):
+    p.add_argument("--model", default="checkpoints/tiny", help="a folder or a Hub id of ARR-COC, either layout")
+    p.add_argument("--revision", default="main")
+    p.add_argument("--out", type=Path, required=True, help="where checkpoints, pictures and the trained model go")
+    p.add_argument("--dataset", help="a `datasets` folder or Hub id with image, question, answer (and boxes) columns; "
+                   "without it scenes are rendered")  # fmt: skip
+    p.add_argument("--dataset-split", default="train")
+    p.add_argument("--stage", choices=["grounded", "answers"], default="answers", help="1 grounded, 3 answers (default)")
+    p.add_argument("--choice", choices=CHOICES, default="straight-through", help="the gradient through the choice")
+    p.add_argument("--noise", type=float, default=0.3, help="perturbed: the noise's share (default 0.3)")
+    p.add_argument("--ground", type=float, default=1.0, help="weight of the evidence's loss (default 1)")
+    p.add_argument("--hard-weight", type=float, default=2.0, help="loss weight of hard rows (default 2)")
+    p.add_argument("--budgets", type=float, nargs=2, default=(0.04, 0.5), metavar=("LOW", "HIGH"),
+                   help="shares of the cells between which budgets are drawn (default 0.04 0.5)")  # fmt: skip
+    p.add_argument("--steps", type=int, default=2000)
+    p.add_argument("--pictures", type=int, default=4, help="images a step and process (default 4)")
+    p.add_argument("--questions", type=int, default=4, help="questions an image, where scenes are rendered (default 4)")
+    p.add_argument("--size", type=int, default=512, help="pixels on a side, where scenes are rendered (default 512)")
+    p.add_argument("--lr", type=float, default=1e-4)
+    p.add_argument("--weight-decay", type=float, default=0.01)
+    p.add_argument("--warmup", type=float, default=0.05, help="share of the steps (default 0.05)")
+    p.add_argument("--lora", type=int, default=0, help="rank of a LoRA on the language model's attention (default none)")
+    p.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 1))
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--first-scene", type=int, default=1 << 36, help="seed of the first scene; keep apart from the base's")
+    p.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
+    p.add_argument("--log-every", type=int, default=20)
+    p.add_argument("--picture-every", type=int, default=200, help="steps between relevance pictures; 0 for none")
+    p.add_argument("--save-every", type=int, default=500)
+    p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUT")
+    p.add_argument("--report-to", default="none", help="tensorboard, wandb, ... (default none; log.jsonl is always written)")
+    p.add_argument("--device", default=None, help="cpu to keep off a GPU")
+
+
+class JsonLog(TrainerCallback):
+    def __init__(self, path: Path):
+        self.path = path
+
+    def on_log(self, args, state, control, logs=None, **_):
+        if state.is_world_process_zero:
+            with open(self.path, "a") as file:
+                file.write(json.dumps({"step": state.global_step} | logs) + "\n")
+
+
+def train(args: argparse.Namespace):
+    """Run one stage of the curriculum and save the model, in the layout it came in, to `args.out / "model"`."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    model = ArrCocForConditionalGeneration.from_pretrained(args.model, revision=args.revision, dtype=torch.float32)
+    processor = AutoProcessor.from_pretrained(args.model, revision=args.revision)
+    model.requires_grad_(False)
+    model.relevance.requires_grad_(True)
+    tuned = None
+    if args.lora:
+        from peft import LoraConfig, get_peft_model
+
+        target = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
+        tuned = get_peft_model(model, LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules=target))
+        model.relevance.requires_grad_(True)
+    args.out.mkdir(parents=True, exist_ok=True)
+    settings = TrainingArguments(
+        output_dir=str(args.out / "state"), max_steps=args.steps, per_device_train_batch_size=args.pictures,
+        learning_rate=args.lr, weight_decay=args.weight_decay, warmup_steps=max(1, round(args.warmup * args.steps)),
+        lr_scheduler_type="cosine", max_grad_norm=1.0, bf16=args.bf16, use_cpu=args.device == "cpu",
+        logging_steps=args.log_every, save_steps=args.save_every, save_total_limit=1, seed=args.seed,
+        remove_unused_columns=False, dataloader_num_workers=args.workers, report_to=args.report_to,
+        dataloader_prefetch_factor=2 if args.workers else None, dataloader_persistent_workers=bool(args.workers),
+        ddp_find_unused_parameters=True,
+        accelerator_config={"dispatch_batches": False, "split_batches": False},
+    )  # fmt: skip
+    rank, world = settings.process_index, settings.world_size
+    if args.dataset:
+        data, fixed = DatasetRows(args.dataset, args.dataset_split), None
+        fixed = [data[i][0] for i in range(min(4, len(data)))]
+    else:
+        data = SceneRows(args.first_scene, args.questions, args.size, rank=rank, world=world)
+        fixed = [scene_rows(seed, "valid", args.size, 1)[0] for seed in range(4)]
+    trainer = ArrCocTrainer(
+        model, settings, train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight),
+        stage=args.stage, choice=args.choice, budgets=tuple(args.budgets), noise=args.noise, ground=args.ground,
+        callbacks=[JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=args.resume or None)
+    if not trainer.is_world_process_zero():
+        return
+    if tuned is not None:
+        model = tuned.merge_and_unload()
+    model.save_pretrained(args.out / "model")
+    processor.save_pretrained(args.out / "model")
+    print(f"saved {args.out / 'model'}")
