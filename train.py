@@ -269,8 +269,11 @@ class Plan:
 class Scenes(IterableDataset):
     """Endless batches of rendered scenes. Batch k of rank r is the same whoever renders it, its seeds only its own."""
 
-    def __init__(self, plan: Plan, processor, *, seed: int, questions: int, start: int = 0, rank: int = 0):
+    def __init__(
+        self, plan: Plan, processor, *, seed: int, questions: int, start: int = 0, rank: int = 0, shrink: float = 0
+    ):
         self.plan, self.seed, self.questions, self.start, self.rank = plan, seed, questions, start, rank
+        self.shrink = shrink  # share of the batches from 256 px on whose pictures are shown at half their size
         self.talk = Conversations(processor)
         self.stride = max(stage.batch for stage in plan.stages)
 
@@ -280,19 +283,21 @@ class Scenes(IterableDataset):
         for step in range(self.start + first, self.plan.total_steps, stride):
             stage = self.plan.stage(step)
             begin = SEEDS * self.seed + (step * self.plan.world + self.rank) * self.stride
-            yield self.collate([self.scene(begin + i, "train", stage.size) for i in range(stage.batch)])
+            dice = np.random.default_rng([self.seed, step, self.rank])
+            times = 2 if stage.size >= 256 and dice.random() < self.shrink else 1
+            yield self.collate([self.scene(begin + i, "train", stage.size) for i in range(stage.batch)], times)
 
     def scene(self, seed: int, split: str, size: int):
         scene = scenes.make_scene(seed, split=split, size=size, n_questions=self.questions)
         # The rare scene of which nothing can be asked is replaced by one from seeds that no run owns.
         return scene if scene.questions else self.scene(seed + scenes.SPLIT_SEEDS // 4, split, size)
 
-    def collate(self, batch: list) -> dict:
-        """Scenes of one size -> images uint8 `[B, H, W, 3]`, input_ids `[B, L]` and position_ids `[3, B, L]` padded on
-        the right, answer_index/answer_target/answer_question `[n]` (the token that predicts, what, for which question),
+    def collate(self, batch: list, times: int = 1) -> dict:
+        """Scenes of one size, shown `times` smaller -> images uint8 `[B, H, W, 3]`, input_ids `[B, L]` and position_ids
+        `[3, B, L]` padded on the right, answer_index/answer_target/answer_question `[n]` (the token that predicts, what, for which question),
         kind/colour `[B, cells]`, first (the picture's first token)."""
         talk, (height, width) = self.talk, batch[0].image.shape[:2]
-        grid = height // CELL, width // CELL
+        grid = height // (CELL * times), width // (CELL * times)
         rows = [talk.encode([(q.question, q.answer) for q in s.questions], grid[0] * grid[1]) for s in batch]
         length = -(-max(map(len, rows)) // 64) * 64  # few different lengths: fewer allocations, fewer compilations
         first = int(np.argmax(rows[0] == talk.image))
@@ -307,9 +312,13 @@ class Scenes(IterableDataset):
             ends = row[said] == talk.end
             question.append(asked + np.cumsum(ends) - ends)  # an end-of-turn belongs to the answer that it ends
             asked += int(ends.sum())
-        cells = [scenes.cell_labels(s, CELL) for s in batch]
+        cells = [scenes.cell_labels(s, CELL * times) for s in batch]
+        images = np.stack([s.image for s in batch])
+        if times > 1:  # area average, rounded
+            blocks = images.reshape(len(batch), height // times, times, width // times, times, 3)
+            images = (blocks.mean((2, 4), dtype=np.float32) + 0.5).astype(np.uint8)
         arrays = {
-            "images": np.stack([s.image for s in batch]),
+            "images": images,
             "input_ids": ids,
             "position_ids": np.repeat(rope_positions(length, first, grid)[:, None], len(rows), 1),
             "answer_index": np.concatenate(index),
@@ -607,7 +616,10 @@ def base(args: argparse.Namespace):
         start = int(checkpoint.rpartition("-")[2])
     elif args.resume:
         print(f"Nothing to resume in {state}: starting afresh.")
-    data = Scenes(plan, processor, seed=args.seed, questions=args.questions, start=start, rank=settings.process_index)
+    data = Scenes(
+        plan, processor, seed=args.seed, questions=args.questions, start=start, rank=settings.process_index,
+        shrink=args.shrink,
+    )  # fmt: skip
     learner = Learner(model, args.probe)
     if args.drop:
         learner.allocate = Dropping(plan, args.drop, args.drop_from, args.seed)
@@ -743,6 +755,7 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     p.add_argument("--questions", type=int, default=6, help="questions a picture")
     p.add_argument("--probe", type=float, default=0.5, help="weight of the training-only probe's loss")
     p.add_argument("--drop", type=float, default=0, help="share of batches seen through a random part of their tokens")
+    p.add_argument("--shrink", type=float, default=0, help="share of batches whose pictures are shown at half their size")
     p.add_argument("--drop-from", type=float, default=0.5, help="progress from which --drop holds")
     p.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 1), help="processes that render")
     p.add_argument("--compile", action="store_true", help="torch.compile each layer (worth it on a GPU only)")
