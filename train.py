@@ -1,6 +1,7 @@
-"""Train ARR-COC's models: `base` makes the small Qwen3-VL of checkpoints/tiny, `evaluate` asks it questions.
+"""Train ARR-COC's models: `base` makes the small Qwen3-VL of checkpoints/tiny, `arr-coc` teaches where to look.
 
     python train.py base --help        # growing pictures, several questions each, loss on the answers
+    python train.py arr-coc --help     # evidence first, then answers through the hard choice
     python train.py evaluate --model checkpoints/tiny --split normal --n 2000
 
 Notable
@@ -48,6 +49,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from arr_coc.checkpoints.make_tiny import TINY, tiny_config
 from arr_coc.texture import to_patches
 from benchmarks import scenes
+from training import arr_coc
 
 CELL = 32  # pixels a side that one visual token shows at native resolution
 SEEDS = 1 << 32  # scenes that one run's --seed owns, of the training split's 2**40
@@ -768,6 +770,15 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     c = commands.add_parser("curves", help="draw log.jsonl again, where a run's machine had no matplotlib")
     c.set_defaults(run=lambda args: plot_curves(args.out / "log.jsonl", args.out / "curves.png"))
     c.add_argument("--out", type=Path, required=True, help="folder of a run")
+
+    a = commands.add_parser(
+        "arr-coc",
+        help="train where to look, on a frozen base or with a LoRA",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=arr_coc.__doc__,
+    )
+    a.set_defaults(run=arr_coc.train)
+    arr_coc.add_arguments(a)
 
     e = commands.add_parser("evaluate", help="accuracy of a checkpoint on a fixed test split")
     e.set_defaults(run=evaluate)
