@@ -305,20 +305,18 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
 
     # -------------------------------------------------------------------------------------------------- spend
 
-    def _spend(self, inputs: dict, perception: ArrCocOutput | None, num_visual_tokens) -> tuple[dict, Tensor] | None:
-        """Inputs as the processor made them -> inputs for the stock model with the chosen tokens only, and `kept`.
+    def _chooses(self, inputs: dict, perception: ArrCocOutput | None, num_visual_tokens) -> bool:
+        """Whether anything is to be chosen: not without images, with all budgets `"all"`, or embeddings for ids."""
+        grids = inputs.get("image_grid_thw")
+        budgets = [] if perception is not None else self._budgets(num_visual_tokens, 0 if grids is None else len(grids))
+        if inputs.get("input_ids") is None or (inputs.get("pixel_values") is None and grids is None):
+            return False
+        return perception is not None or any(budget != "all" for budget in budgets)
 
-        None if there is nothing to choose: no image, every budget `"all"`, or embeddings in the place of ids.
-        """
+    def _spend(self, inputs: dict, perception: ArrCocOutput | None, num_visual_tokens) -> tuple[dict, Tensor]:
+        """Inputs as the processor made them -> inputs for the stock model with the chosen tokens only, and `kept`."""
         grids, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
-        if pixels is None and grids is None or inputs.get("input_ids") is None:
-            if perception is None and num_visual_tokens is not None:
-                self._budgets(num_visual_tokens if not isinstance(num_visual_tokens, (list, tuple)) else [], 0)
-            return None
         if perception is None:
-            count = 0 if grids is None else len(grids)
-            if all(budget == "all" for budget in self._budgets(num_visual_tokens, count)):
-                return None
             perception = self.perceive(**inputs, num_visual_tokens=num_visual_tokens)
         prompt = _Prompt(inputs["input_ids"], inputs.get("attention_mask"), pixels, grids, self.config)
         if prompt.grids != perception.grid:
@@ -428,12 +426,11 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             "position_ids": position_ids,
             "mm_encoder_outputs": mm_encoder_outputs,
         }
-        if mm_encoder_outputs is None and pixel_values is not None:
-            spent = self._spend(inputs, perception, num_visual_tokens)
-            if spent is not None:
-                inputs, kept = spent
-                if labels is not None:
-                    labels = torch.where(kept < 0, -100, labels.gather(1, kept.clamp(min=0)))
+        raw = mm_encoder_outputs is None and pixel_values is not None
+        if raw and self._chooses(inputs, perception, num_visual_tokens):
+            inputs, kept = self._spend(inputs, perception, num_visual_tokens)
+            if labels is not None:
+                labels = torch.where(kept < 0, -100, labels.gather(1, kept.clamp(min=0)))
         return super().forward(
             **inputs,
             past_key_values=past_key_values,
@@ -459,18 +456,17 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         """
         if inputs is not None:
             kwargs["input_ids"] = inputs
-        prompt = kwargs.get("input_ids")
-        cache = kwargs.get("past_key_values")
-        with torch.no_grad():
-            spent = self._spend(kwargs, perception, num_visual_tokens)
-        if spent is None:
+        if not self._chooses(kwargs, perception, num_visual_tokens):
             return super().generate(None, *args, **kwargs)
+        prompt, cache = kwargs["input_ids"], kwargs.get("past_key_values")
         if cache is not None and cache.get_seq_length() > 0:
             raise ValueError(
                 "past_key_values already holds tokens, and their number depends on what was chosen then: pass an empty "
                 'cache, or num_visual_tokens="all" in every turn.'
             )
-        kwargs = self._count_new_tokens(spent[0], prompt.shape[1])
+        kwargs = self._count_new_tokens(kwargs, prompt.shape[1])
+        with torch.no_grad():
+            kwargs, _ = self._spend(kwargs, perception, num_visual_tokens)
         if kwargs.get("streamer") is not None:
             kwargs["streamer"] = _PromptFirst(kwargs["streamer"], prompt)
         out = super().generate(None, *args, **kwargs)
@@ -485,17 +481,22 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
 
     def _count_new_tokens(self, kwargs: dict, length: int) -> dict:
         """Lengths that count the caller's prompt become lengths that count new tokens, since the prompt is shorter."""
-        config = kwargs.get("generation_config") or self.generation_config
+        configs = [c for c in (kwargs.get("generation_config"), self.generation_config) if c is not None]
+
+        def setting(name: str) -> int | None:
+            values = [kwargs.get(name), *(getattr(config, name, None) for config in configs)]
+            return next((value for value in values if value is not None), None)
+
+        counted = {}
         for total, new in (("max_length", "max_new_tokens"), ("min_length", "min_new_tokens")):
-            given = kwargs.pop(total, None)
-            if kwargs.get(new) is not None or (given is None and getattr(config, new, None) is not None):
-                continue
-            given = getattr(config, total, None) if given is None else given
-            if given and not (total == "max_length" and given == 20 and getattr(config, "max_length", None) == 20):
-                if total == "max_length" and given <= length:
-                    raise ValueError(f"max_length={given}, but the prompt alone has {length} tokens: use max_new_tokens.")
-                kwargs[new] = max(given - length, 0)
-        return kwargs
+            given = setting(total)
+            if given is not None and setting(new) is None:
+                counted[new] = max(given - length, 0)
+        if counted.get("max_new_tokens") == 0:
+            raise ValueError(
+                f"max_length={setting('max_length')}, but the prompt alone has {length} tokens: use max_new_tokens."
+            )
+        return {k: v for k, v in kwargs.items() if k not in ("max_length", "min_length")} | counted
 
     # ------------------------------------------------------------------------------------------- save and load
 
