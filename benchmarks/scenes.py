@@ -199,10 +199,8 @@ class _Layout:
 
     def _sign(self) -> _Thing:
         dice, scale = self.dice, self.short / 512
-        if self.hard and dice.chance(0.5):
-            height = dice.between(9, 11)
-        else:
-            height = round(dice.log_uniform(9 if self.hard else 10, max(16, 48 * min(scale, 2))))
+        tiny = self.hard and dice.chance(0.5)
+        height = dice.between(9, 11) if tiny else round(dice.log_uniform(9, max(16, 48 * min(scale, 2))))
         choice = dice.draw()
         if choice < 0.6:
             text = dice.pick(WORDS).upper()
@@ -442,6 +440,13 @@ def is_correct(prediction: str, question_type: str, answer: str, boxes=(), size:
     return any(x0 - dx <= x <= x1 + dx and y0 - dy <= y <= y1 + dy for x0, y0, x1, y1 in boxes)
 
 
+def extent(boxes, cell: int = 32) -> str:
+    """How far a question's evidence reaches: `small` (some of it within a cell), `large`, or `whole` (no boxes)."""
+    if not boxes:
+        return "whole"
+    return "small" if min(max(x1 - x0, y1 - y0) for x0, y0, x1, y1 in boxes) <= cell else "large"
+
+
 def vocabulary() -> list[str]:
     """Every phrase, name, colour, sign word and number that questions and answers are made of."""
     phrases = [re.sub(r"\s*\{\w+\}\s*", " ", phrase).strip() for forms in PHRASES.values() for phrase in forms]
@@ -471,51 +476,15 @@ def evaluation_set(split: str, n_questions: int, size: int | tuple[int, int] = 5
         else:
             raise ValueError(f"no {kind} question in 64 scenes of {split} at {size}")
         yield {"id": f"{split}-{number:06d}", "image": Image.fromarray(scene.image), **vars(scene.questions[0]),
-               "stratum": scene.stratum, "seed": scene.seed}
+               "stratum": scene.stratum, "extent": extent(scene.questions[0].boxes), "seed": scene.seed}
 
 
-try:
-    import datasets
-except ImportError:  # scenes themselves need only numpy and PIL
-    datasets = None
-
-if datasets:
-    @dataclass
-    class ScenesConfig(datasets.BuilderConfig):
-        """`count` scenes of each of `splits` at `size`."""
-        splits: tuple[str, ...] = SPLITS
-        count: int = 100
-        size: int = 512
-        questions: int = 6
-
-    class Scenes(datasets.GeneratorBasedBuilder):
-        """One row a question. `Scenes(splits=("normal",), count=50)` renders while it builds; nothing is downloaded."""
-        VERSION = datasets.Version("1.0.0")
-        BUILDER_CONFIG_CLASS = ScenesConfig
-        BUILDER_CONFIGS = [ScenesConfig(name="default")]
-        DEFAULT_CONFIG_NAME = "default"
-
-        def _info(self):
-            return datasets.DatasetInfo(
-                description=__doc__.splitlines()[0],
-                features=datasets.Features({
-                    "id": datasets.Value("string"), "image": datasets.Image(), "question": datasets.Value("string"),
-                    "answer": datasets.Value("string"), "question_type": datasets.ClassLabel(names=list(QUESTION_TYPES)),
-                    "boxes": datasets.Sequence(datasets.Sequence(datasets.Value("int32"), length=4)),
-                    "stratum": datasets.ClassLabel(names=list(STRATA)), "seed": datasets.Value("int64")}))
-
-        def _split_generators(self, dl_manager):
-            return [datasets.SplitGenerator(split, gen_kwargs={"split": split}) for split in self.config.splits]
-
-        def _generate_examples(self, split: str):
-            for seed in range(self.config.count):
-                scene = make_scene(seed, split, self.config.size, self.config.questions)
-                image = Image.fromarray(scene.image)
-                for number, asked in enumerate(scene.questions):
-                    key = f"{split}-{seed:06d}-{number}"
-                    yield key, {"id": key, "image": image, "question": asked.question, "answer": asked.answer,
-                                "question_type": asked.type, "boxes": [list(box) for box in asked.boxes],
-                                "stratum": scene.stratum, "seed": seed}
+def __getattr__(name: str):
+    """`Scenes` and `ScenesConfig`, the `datasets` builder: imported on demand, since scenes need only numpy and PIL."""
+    if name in ("Scenes", "ScenesConfig"):
+        from . import scenes_dataset
+        return getattr(scenes_dataset, name)
+    raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
 if __name__ == "__main__":

@@ -155,6 +155,12 @@ def test_same_bytes_in_another_process():
     assert out.stdout.split() == [str(fingerprint("hard", 5)), str(fingerprint("train", 6))]
 
 
+def test_scenes_need_neither_datasets_nor_fonts():
+    code = ("import sys\nfor name in ('datasets', 'matplotlib', 'skimage', 'torch'): sys.modules[name] = None\n"
+            "from benchmarks.scenes import make_scene; print(len(make_scene(0).questions))")
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "6"
+
+
 def test_image_does_not_depend_on_what_is_asked():
     plain, other = make_scene(3, "train", 256), make_scene(3, "train", 256, n_questions=1, types=("pointing",))
     assert np.array_equal(plain.image, other.image) and len(other.questions) <= 1
@@ -273,6 +279,12 @@ def test_cell_labels_by_hand():
     ("46 46", "pointing", "51 51", True), ("45 50", "pointing", "51 51", False), ("here", "pointing", "51 51", False)])
 def test_is_correct(prediction, type_, answer, right):
     assert is_correct(prediction, type_, answer, [(246, 246, 276, 276)], 512) is right
+
+
+def test_extent():
+    assert scenes.extent([]) == "whole"
+    assert scenes.extent([(0, 0, 100, 100), (0, 0, 20, 32)]) == "small"
+    assert scenes.extent([(0, 0, 20, 33)]) == "large"
 
 
 @pytest.mark.parametrize("arguments", [{"size": 64}, {"size": 4096}, {"seed": -1}, {"split": "test"}])
