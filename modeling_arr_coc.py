@@ -311,7 +311,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         budgets = [] if perception is not None else self._budgets(num_visual_tokens, 0 if grids is None else len(grids))
         if inputs.get("input_ids") is None or (inputs.get("pixel_values") is None and grids is None):
             return False
-        return perception is not None or any(budget != "all" for budget in budgets)
+        return perception is not None or grids is None or any(budget != "all" for budget in budgets)
 
     def _spend(self, inputs: dict, perception: ArrCocOutput | None, num_visual_tokens) -> tuple[dict, Tensor]:
         """Inputs as the processor made them -> inputs for the stock model with the chosen tokens only, and `kept`."""
@@ -324,6 +324,14 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 f"perception is of images with grids {perception.grid}, the inputs have {prompt.grids}: pass the "
                 "perception that `perceive` returned for these inputs."
             )
+        for allocation, (h, w) in zip(perception.allocation, prompt.grids, strict=True):
+            scale, y, x = allocation.T
+            inside = (scale > 0) & (y >= 0) & (y < h) & (x >= 0) & (x < w)
+            if not 0 < len(allocation) <= h * w or not bool(inside.all()):
+                raise ValueError(
+                    f"perception.allocation does not fit an image of {h}x{w} cells: give it 1 to {h * w} rows "
+                    "(scale, y, x) inside the image."
+                )
         with torch.no_grad():
             types = inputs.get("mm_token_type_ids")
             if types is None:
