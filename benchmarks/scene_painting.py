@@ -176,9 +176,13 @@ class Sprite:
         return self.rim.point(_fade(0.4))
 
     @cached_property
+    def faint_rim(self) -> Image.Image:
+        return self.rim.point(_fade(0.65))
+
+    @cached_property
     def faint(self) -> Image.Image:
-        """The body, a quarter transparent."""
-        return self.body.point(_fade(0.75))
+        """The body, a fifth transparent."""
+        return self.body.point(_fade(0.82))
 
 
 @lru_cache(maxsize=None)

@@ -322,7 +322,7 @@ def _paint(dice: Dice, height: int, width: int, ground: str, stratum: str, hard:
         rim = (x0 - sprite.margin, y0 - sprite.margin)
         if shadows and thing.side > 24 and not faint:
             image.paste((0, 0, 0), (rim[0] + shift, rim[1] + shift), sprite.shadow)
-        image.paste(_contrast(thing.colour), rim, sprite.shadow if faint else sprite.rim)
+        image.paste(_contrast(thing.colour), rim, sprite.faint_rim if faint else sprite.rim)
         image.paste(_tint(dice, thing.colour), (x0, y0), sprite.faint if faint else sprite.body)
         if sprite.ink:
             image.paste(_contrast(thing.colour), (x0, y0), sprite.ink)

@@ -133,9 +133,8 @@ def write_card(path: Path, count: int):
     """Renew the card's figures between its markers and its example sheets."""
     folder = path.parent / "assets"
     for split in ("normal", "hard"):
-        sheet = contact_sheet(split, 512, None, 0, 4, 4)
-        sheet.resize((sheet.width // 2, sheet.height // 2), Image.LANCZOS).quantize(128).save(
-            folder / f"scenes_{split}.png", optimize=True)
+        sheet = contact_sheet(split, 512, None, 2, 2, 2)
+        sheet.quantize(256, kmeans=3, dither=Image.Dither.NONE).save(folder / f"scenes_{split}.png", optimize=True)
     before, rest = path.read_text().split("<!-- figures -->")
     after = rest.split("<!-- /figures -->")[1]
     path.write_text(f"{before}<!-- figures -->\n{statistics(count)}\n<!-- /figures -->{after}")
