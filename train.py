@@ -516,7 +516,7 @@ class Report(TrainerCallback):
         self.evaluated = seconds
         if not state.is_world_process_zero or not self.args.eval_scenes:
             return
-        size = self.trainer.batch_size_px
+        size = self.plan.stage(state.global_step - 1).size  # not the last batch's: it may have been shrunk
         if size not in self.validation:
             data = self.trainer.train_dataset
             made = [data.scene(seed, "valid", size) for seed in range(self.args.eval_scenes)]
