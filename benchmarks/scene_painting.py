@@ -7,7 +7,7 @@
 - Everything slow is made once a process and kept: mip levels, sprites, fields, noise.
 
 Glyphs: DejaVu Sans (Bitstream Vera licence, changes in the public domain). Textures and photographs:
-scikit-image's bundled data (public domain or CC0).
+sample data bundled with scikit-image, whose documentation names each source.
 """
 
 from functools import cached_property, lru_cache
