@@ -10,7 +10,7 @@ Glyphs: DejaVu Sans (Bitstream Vera licence, changes in the public domain). Text
 sample data bundled with scikit-image, whose documentation names each source.
 """
 
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -23,13 +23,20 @@ MASK_SIDE = 128  # longest side of a stored mask, pixels
 TEXT_HEIGHT = 40  # cap height of stored letters, pixels
 TEXT_FONTS = ("DejaVuSans-Bold", "DejaVuSans", "DejaVuSerif-Bold")
 CHARACTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789"
-TEXTURES = {"bricks": "brick.png", "grass": "grass.png", "gravel": "gravel.png", "coins": "coins.png", "page": "page.png"}
+TEXTURES = {
+    "bricks": "brick.png",
+    "grass": "grass.png",
+    "gravel": "gravel.png",
+    "coins": "coins.png",
+    "page": "page.png",
+}
 PHOTOS = {"chelsea": "chelsea.png", "coffee": "coffee.png", "astronaut": "astronaut.png", "rocket": "rocket.jpg"}
 FIELD_SIDE = 768  # pixels; larger canvases tile it
 PHOTO_COLOURS = 64
 
 
 # ---------------------------------------------------------------- packing (needs fonts and scikit-image)
+
 
 def _glyph(character: str, font: str, side: int = MASK_SIDE) -> Image.Image:
     """One glyph as an 8-bit mask, cropped to its ink, its longer side `side` pixels."""
@@ -43,6 +50,7 @@ def _glyph(character: str, font: str, side: int = MASK_SIDE) -> Image.Image:
 
 def _font_file(name: str) -> str:
     import matplotlib
+
     return str(Path(matplotlib.get_data_path()) / "fonts" / "ttf" / f"{name}.ttf")
 
 
@@ -55,8 +63,13 @@ def _shape(name: str) -> Image.Image:
         if name == "ring":
             draw.ellipse([side * 0.24] * 2 + [side * 0.76] * 2, fill=0)
     else:
-        corners, turn = {"square": (4, 45), "diamond": (4, 0), "triangle": (3, -90), "pentagon": (5, -90),
-                         "hexagon": (6, 0)}[name]
+        corners, turn = {
+            "square": (4, 45),
+            "diamond": (4, 0),
+            "triangle": (3, -90),
+            "pentagon": (5, -90),
+            "hexagon": (6, 0),
+        }[name]
         angles = np.deg2rad(turn + np.arange(corners) * 360 / corners)
         points = np.stack([np.cos(angles), np.sin(angles)], 1)
         points = (points - points.min(0)) / (points.max(0) - points.min(0)).max() * (side - 1)
@@ -78,6 +91,7 @@ def _silhouette(ink: Image.Image) -> Image.Image:
 def pack_assets(path=ASSETS):
     """Draw every mask from matplotlib's fonts, take every texture from scikit-image, write one file."""
     import skimage
+
     data = Path(skimage.__file__).parent / "data"
     arrays = {f"body/{name}": _shape(name) for name in SHAPES}
     for name, (point, tint, _) in PICTOGRAMS.items():
@@ -94,7 +108,9 @@ def pack_assets(path=ASSETS):
     for name, file in TEXTURES.items():
         image = Image.open(data / file).convert("L")
         scale = min(1, 288 / min(image.size))  # shrunk, never enlarged: detail is the point
-        image = image.resize([round(v * scale) for v in image.size], Image.LANCZOS).crop((0, 0, min(288, image.width), min(288, image.height)))
+        image = image.resize([round(v * scale) for v in image.size], Image.LANCZOS).crop(
+            (0, 0, min(288, image.width), min(288, image.height))
+        )
         low, high = np.percentile(image, (1, 99))
         arrays[f"texture/{name}"] = np.clip((np.asarray(image) - low) / (high - low) * 31, 0, 31).round()
     for name, file in PHOTOS.items():
@@ -103,11 +119,15 @@ def pack_assets(path=ASSETS):
         left = (image.width - 320) // 2
         image = image.crop((left, 0, left + 320, 320)).quantize(PHOTO_COLOURS, dither=Image.Dither.NONE)
         arrays[f"photo/{name}"] = np.asarray(image)
-        arrays[f"photo_palette/{name}"] = np.array(image.getpalette()[:3 * PHOTO_COLOURS]).reshape(-1, 3)
+        arrays[f"photo_palette/{name}"] = np.array(image.getpalette()[: 3 * PHOTO_COLOURS]).reshape(-1, 3)
     arrays = {key: np.asarray(value).astype(np.uint8) for key, value in arrays.items()}
     # One flat array and its index: a thousand tiny members would cost more than what they hold.
-    np.savez_compressed(path, names=np.array(list(arrays)), shapes=np.array([(*a.shape, 1)[:3] for a in arrays.values()]),
-                        values=np.concatenate([a.ravel() for a in arrays.values()]))
+    np.savez_compressed(
+        path,
+        names=np.array(list(arrays)),
+        shapes=np.array([(*a.shape, 1)[:3] for a in arrays.values()]),
+        values=np.concatenate([a.ravel() for a in arrays.values()]),
+    )
 
 
 def _letter(character: str, font: str) -> np.ndarray:
@@ -122,19 +142,20 @@ def _letter(character: str, font: str) -> np.ndarray:
 
 # ---------------------------------------------------------------- masks
 
-@lru_cache(maxsize=None)
+
+@cache
 def assets() -> dict[str, np.ndarray]:
     with np.load(ASSETS) as file:
         names, shapes, values = file["names"], file["shapes"], file["values"]
     ends = np.cumsum(shapes.prod(1))
     out = {}
-    for name, shape, end in zip(names.tolist(), shapes.tolist(), ends.tolist()):
-        array = values[end - shape[0] * shape[1] * shape[2]:end].reshape(shape)
+    for name, shape, end in zip(names.tolist(), shapes.tolist(), ends.tolist(), strict=True):
+        array = values[end - shape[0] * shape[1] * shape[2] : end].reshape(shape)
         out[name] = array[:, :, 0] if shape[2] == 1 else array
     return out
 
 
-@lru_cache(maxsize=None)
+@cache
 def _mip(key: str, level: int) -> Image.Image:
     """A stored mask halved `level` times."""
     if level == 0:
@@ -153,7 +174,7 @@ def _mask(key: str, side: int) -> Image.Image:
     return source.resize([max(1, round(v * scale)) for v in full.size], Image.BILINEAR)
 
 
-@lru_cache(maxsize=None)
+@cache
 def fill_share(kind: str) -> float:
     """Share of the kind's box that its body covers."""
     return float(assets()[f"body/{kind}"].mean() / 255)
@@ -185,7 +206,7 @@ class Sprite:
         return self.body.point(_fade(0.82))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _fade(share: float) -> list[int]:
     return [int(v * share) for v in range(256)]
 
@@ -218,12 +239,13 @@ def text_mask(text: str, font: str, height: int) -> Image.Image:
 
 # ---------------------------------------------------------------- grounds
 
+
 def _grey(low, high) -> np.ndarray:
     """Palette `[256, 3]` from one colour to another."""
     return np.linspace(low, high, 256)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _fields() -> dict[str, list[np.ndarray]]:
     """Index fields `[768, 768]` by ground, several where one would be learnt by heart."""
     rng = np.random.Generator(np.random.PCG64(20))
@@ -237,7 +259,9 @@ def _fields() -> dict[str, list[np.ndarray]]:
         tile = assets()[f"photo/{name}"]
         fields["photo"] += [_mirror(tile), _mirror(np.asarray(Image.fromarray(tile).resize((560, 560), Image.NEAREST)))]
     # Veins: where smooth noise crosses its middle.
-    fields["marble"] = [np.abs(_octaves(rng, (8, 16, 32, 64)).astype(np.int16) * 2 - 255).astype(np.uint8) for _ in range(3)]
+    fields["marble"] = [
+        np.abs(_octaves(rng, (8, 16, 32, 64)).astype(np.int16) * 2 - 255).astype(np.uint8) for _ in range(3)
+    ]
     fields["leaves"] = [_leaves(rng) for _ in range(3)]
     fields["scribble"] = [_scribble(rng) for _ in range(3)]
     return fields
@@ -255,7 +279,7 @@ def _octaves(rng, cells: tuple[int, ...]) -> np.ndarray:
     total = np.zeros((FIELD_SIDE, FIELD_SIDE), np.float32)
     for n in cells:
         lattice = Image.fromarray(rng.random((n + 1, n + 1), np.float32))
-        total += np.asarray(lattice.resize((FIELD_SIDE, FIELD_SIDE), Image.BICUBIC)) / n ** 0.5
+        total += np.asarray(lattice.resize((FIELD_SIDE, FIELD_SIDE), Image.BICUBIC)) / n**0.5
     low, high = total.min(), total.max()
     return ((total - low) * (255 / (high - low))).astype(np.uint8)
 
@@ -302,7 +326,7 @@ def _window(field: np.ndarray, height: int, width: int, dice) -> np.ndarray:
     if height > field.shape[0] or width > field.shape[1]:
         field = np.tile(field, (-(-height // field.shape[0]), -(-width // field.shape[1])) + (1,) * (field.ndim - 2))
     y, x = dice.integer(field.shape[0] - height + 1), dice.integer(field.shape[1] - width + 1)
-    view = field[y:y + height, x:x + width]
+    view = field[y : y + height, x : x + width]
     return view[:, ::-1] if dice.chance(0.5) else view
 
 
@@ -314,11 +338,14 @@ def paint_ground(name: str, height: int, width: int, dice) -> Image.Image:
     # From a dark to a light variant of one tint, or between two tints.
     other = [dice.uniform(20, 240) for _ in range(3)]
     if name in DENSE_GROUNDS:
-        dark, light = [v * dice.uniform(0.0, 0.35) for v in tint], [255 - (255 - v) * dice.uniform(0.1, 0.6) for v in tint]
+        dark, light = (
+            [v * dice.uniform(0.0, 0.35) for v in tint],
+            [255 - (255 - v) * dice.uniform(0.1, 0.6) for v in tint],
+        )
         ends = (dark, light) if name != "leaves" or dice.chance(0.5) else (dark, other)
     else:
         step = dice.uniform(45, 100) * (-1 if sum(tint) > 384 else 1)  # enough that it is not taken for plain
-        ends = (tint, [t + step + 0.2 * (o - t) for t, o in zip(tint, other)])
+        ends = (tint, [t + step + 0.2 * (o - t) for t, o in zip(tint, other, strict=True)])
     if name == "gradient":
         ramp = np.linspace(0, 127.5, height)[:, None] + np.linspace(0, 127.5, width)[None] * dice.uniform(0, 1)
         field = (ramp[::-1] if dice.chance(0.5) else ramp).astype(np.uint8)
@@ -341,7 +368,9 @@ def paint_ground(name: str, height: int, width: int, dice) -> Image.Image:
     if name == "photo":
         palette = np.zeros((256, 3))
         shift = np.array([dice.uniform(-24, 24) for _ in range(3)])
-        palette[:PHOTO_COLOURS] = assets()[f"photo_palette/{list(PHOTOS)[number // 2]}"] * dice.uniform(0.8, 1.15) + shift
+        palette[:PHOTO_COLOURS] = (
+            assets()[f"photo_palette/{list(PHOTOS)[number // 2]}"] * dice.uniform(0.8, 1.15) + shift
+        )
     else:
         palette = _grey(*ends)
     image = Image.fromarray(np.ascontiguousarray(field))

@@ -5,9 +5,10 @@ such a question; `fields` fills the form's phrases in the vocabulary.
 """
 
 from collections import defaultdict
+from itertools import pairwise
 from math import hypot
 
-from .scene_vocabulary import (COLOURS, CORNERS, CROWDS, DIRECTIONS, EXTREMES, KINDS, PHRASES, plural, with_article)
+from .scene_vocabulary import COLOURS, CORNERS, CROWDS, DIRECTIONS, EXTREMES, PHRASES, plural, with_article
 
 # form -> how often, among the forms of its type, in a normal and in a hard scene
 FORMS = {
@@ -73,7 +74,10 @@ class Asker:
         *known, held_out = PHRASES[form]
         phrase = self.dice.pick(known)
         if self.split == "heldout":  # new in its objects, or else in its words; at times in both
-            new_pair = any(self._new(thing) for thing in evidence) or (fields.get("colour"), fields.get("kind")) in self.held_out
+            new_pair = (
+                any(self._new(thing) for thing in evidence)
+                or (fields.get("colour"), fields.get("kind")) in self.held_out
+            )
             if not new_pair or self.dice.chance(0.4):
                 phrase = held_out
         for name in ("kind", "other"):
@@ -97,8 +101,13 @@ class Asker:
         place = self.dice.pick(places)
         word = words[place]
         at = 1 + self.dice.integer(len(word) - 2)
-        words[place] = self.dice.pick((word[:at] + word[at + 1:], word[:at] + word[at] + word[at:],
-                                       word[:at] + word[at + 1] + word[at] + word[at + 2:]))
+        words[place] = self.dice.pick(
+            (
+                word[:at] + word[at + 1 :],
+                word[:at] + word[at] + word[at:],
+                word[:at] + word[at + 1] + word[at] + word[at + 2 :],
+            )
+        )
         return " ".join(words)
 
     def _new(self, thing) -> bool:
@@ -122,7 +131,9 @@ class Asker:
         if extreme in ("largest", "smallest"):
             order = sorted(things, key=_length, reverse=extreme == "largest")
             first, second = order[0], order[1]
-            return first if clearly_larger(*((first, second) if extreme == "largest" else (second, first)), 1.3) else None
+            return (
+                first if clearly_larger(*((first, second) if extreme == "largest" else (second, first)), 1.3) else None
+            )
         axis, sign = {"leftmost": (0, 1), "rightmost": (0, -1), "highest": (1, 1), "lowest": (1, -1)}[extreme]
         order = sorted(things, key=lambda thing: sign * thing.centre[axis])
         return order[0] if sign * (order[1].centre[axis] - order[0].centre[axis]) > 0.06 * self.short else None
@@ -163,8 +174,11 @@ class Asker:
         for corner in self.dice.shuffled(CORNERS):
             cy, cx = (0 if "top" in corner else self.height), (0 if "left" in corner else self.width)
             distances = sorted(((hypot(t.centre[0] - cx, t.centre[1] - cy), n) for n, t in enumerate(self.objects)))
-            if distances and distances[0][0] < 0.35 * self.short and (
-                    len(distances) < 2 or distances[1][0] > 1.5 * distances[0][0] + 0.04 * self.short):
+            if (
+                distances
+                and distances[0][0] < 0.35 * self.short
+                and (len(distances) < 2 or distances[1][0] > 1.5 * distances[0][0] + 0.04 * self.short)
+            ):
                 thing = self.objects[distances[0][1]]
                 return {"corner": corner}, thing.kind, [thing]
         return None
@@ -268,7 +282,10 @@ class Asker:
 
     def _counting_sum(self):
         kinds = self.dice.shuffled(self.by_kind)[:8]
-        pairs = {(("kind", a), ("other", b)): self.by_kind[a] + self.by_kind[b] for a, b in zip(kinds[::2], kinds[1::2])}
+        pairs = {
+            (("kind", a), ("other", b)): self.by_kind[a] + self.by_kind[b]
+            for a, b in zip(kinds[::2], kinds[1::2], strict=False)
+        }
         return self._count(pairs)
 
     # ---- existence
@@ -300,7 +317,11 @@ class Asker:
     def _existence_both(self):
         if self.dice.chance(0.5):
             thing = self._pick(self.objects)
-            return thing and ({"colour": thing.colour, "kind": thing.kind}, "yes", self.by_both[thing.colour, thing.kind])
+            return thing and (
+                {"colour": thing.colour, "kind": thing.kind},
+                "yes",
+                self.by_both[thing.colour, thing.kind],
+            )
         pair = self._missing_pair()
         # What shows that there is none: the things of that kind, all of other colours.
         return pair and ({"colour": pair[0], "kind": pair[1]}, "no", self.by_kind.get(pair[1], []))
@@ -319,7 +340,9 @@ class Asker:
             first = self._pick(self.objects)
             second = self.dice.pick(list(self.by_both)) if yes else self._lookalike()
             if second and second[1] != first.kind:
-                evidence = self.by_both[first.colour, first.kind] + (self.by_both[second] if yes else self.by_kind[second[1]])
+                evidence = self.by_both[first.colour, first.kind] + (
+                    self.by_both[second] if yes else self.by_kind[second[1]]
+                )
                 one, two = self.dice.shuffled([(first.colour, first.kind), second])
                 return {"colour": one[0], "kind": one[1], "second": two[0], "other": two[1]}, _yes(yes), evidence
         return None
@@ -329,7 +352,7 @@ class Asker:
     def _pair_by_size(self):
         """(larger, smaller) among things named by their kind, clearly so."""
         things = self.dice.shuffled(self.unique)
-        for a, b in zip(things, things[1:]):
+        for a, b in pairwise(things):
             for large, small in ((a, b), (b, a)):
                 if clearly_larger(large, small, 1.4):
                     return large, small
@@ -349,10 +372,14 @@ class Asker:
 
     def _comparison_three(self):
         things = self.dice.shuffled(self.unique)
-        for trio in zip(things, things[1:], things[2:]):
+        for trio in zip(things, things[1:], things[2:], strict=False):
             largest = self._margin(trio, "largest")
             if largest:
-                return dict(zip(("kind", "other", "third"), (thing.kind for thing in trio))), largest.kind, list(trio)
+                return (
+                    dict(zip(("kind", "other", "third"), (thing.kind for thing in trio), strict=True)),
+                    largest.kind,
+                    list(trio),
+                )
         return None
 
     def _comparison_more(self):
@@ -388,6 +415,7 @@ class Asker:
 
 # ---------------------------------------------------------------- geometry
 
+
 def _yes(truth: bool) -> str:
     return "yes" if truth else "no"
 
@@ -408,8 +436,12 @@ def clearly_larger(a, b, ratio: float) -> bool:
 def _turned(box, direction: str) -> tuple[float, float, float, float]:
     """The box in axes where `direction` points to lower first coordinates: (along0, across0, along1, across1)."""
     x0, y0, x1, y1 = box
-    return {"left of": (x0, y0, x1, y1), "right of": (-x1, y0, -x0, y1),
-            "above": (y0, x0, y1, x1), "below": (-y1, x0, -y0, x1)}[direction]
+    return {
+        "left of": (x0, y0, x1, y1),
+        "right of": (-x1, y0, -x0, y1),
+        "above": (y0, x0, y1, x1),
+        "below": (-y1, x0, -y0, x1),
+    }[direction]
 
 
 def clearly(a, direction: str, b, margin: float) -> bool | None:

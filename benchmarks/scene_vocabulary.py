@@ -39,8 +39,8 @@ COLOURS = tuple(PALETTE)
 STRAY_COLOURS = ((128, 128, 128), (170, 160, 140), (112, 86, 62), (96, 108, 84), (88, 100, 120), (146, 120, 96))
 STRAYS = "♃♄♅♈♉♊♋♌♍♎♏♐♑♒♓☊☋⌘⎇☡☧☫☬♇♭♮♯⚕⚚⚜❡❦❧ξφϪϞЖЮѢҨԖ"
 
-PLURALS = {"mouse": "mice", "snowman": "snowmen", "cross": "crosses", "plus": "pluses", "scissors": "scissors", "scales": "scales",
-           "swords": "swords", "dice": "dice"}
+PLURALS = {"mouse": "mice", "snowman": "snowmen", "cross": "crosses", "plus": "pluses", "scissors": "scissors",
+           "scales": "scales", "swords": "swords", "dice": "dice"}
 
 WORDS = tuple("""
 able acid apple arch army baby back bake ball bank barn bath beach bean bell belt bend bird boat bone book boot
@@ -66,7 +66,8 @@ QUESTION_TYPES = ("attribute", "identity", "reading", "relation", "counting", "e
                   "pointing")
 # The form's first word, up to the dot, is its question type.
 PHRASES = {
-    "attribute.kind": ("what colour is the {kind}?", "what is the colour of the {kind}?", "which colour has the {kind}?",
+    "attribute.kind": ("what colour is the {kind}?", "what is the colour of the {kind}?",
+                       "which colour has the {kind}?",
                        "colour of the {kind}?", "tell me the {kind}'s colour"),
     "attribute.text": ("what colour is the sign that says {text}?", "what is the colour of the {text} sign?",
                        "which colour has the sign that says {text}?", "the sign reading {text} is what colour?"),
@@ -77,7 +78,8 @@ PHRASES = {
     "identity.corner": ("what is nearest to the {corner} corner?", "which thing is closest to the {corner} corner?",
                         "what is in the {corner} corner?", "name the thing by the {corner} corner",
                         "identify the object towards the {corner}"),
-    "reading.colour": ("what does the {colour} sign say?", "read the {colour} sign", "what is written on the {colour} sign?",
+    "reading.colour": ("what does the {colour} sign say?", "read the {colour} sign",
+                       "what is written on the {colour} sign?",
                        "text on the {colour} sign?", "tell me the words of the {colour} sign"),
     "reading.only": ("what does the sign say?", "read the sign", "what is written on the sign?", "text on the sign?",
                      "tell me the words of the sign"),
@@ -91,11 +93,13 @@ PHRASES = {
                         "colour of the thing {direction} the {kind}?", "tell me the colour {direction} the {kind}"),
     "relation.check": ("is the {kind} {direction} the {other}?", "does the {kind} stand {direction} the {other}?",
                        "would you find the {kind} {direction} the {other}?"),
-    "counting.colour": ("how many {colour} things are there?", "count the {colour} things", "number of {colour} things?",
+    "counting.colour": ("how many {colour} things are there?", "count the {colour} things",
+                        "number of {colour} things?",
                         "how many things are {colour}?", "tell me how many objects are {colour}"),
     "counting.kind": ("how many {kinds} are there?", "count the {kinds}", "number of {kinds}?",
                       "how many {kinds} do you see?", "tell me how many {kinds} can be found"),
-    "counting.both": ("how many {colour} {kinds} are there?", "count the {colour} {kinds}", "number of {colour} {kinds}?",
+    "counting.both": ("how many {colour} {kinds} are there?", "count the {colour} {kinds}",
+                      "number of {colour} {kinds}?",
                       "how many {colour} {kinds} do you see?", "tell me how many {colour} {kinds} can be found"),
     "counting.sum": ("how many {kinds} and {others} are there together?", "count the {kinds} and the {others}",
                      "tell me how many {kinds} and {others} can be found"),
@@ -119,9 +123,11 @@ PHRASES = {
                      "which background is it?", "describe the backdrop in a word"),
     "whole.crowd": ("how crowded is it: few, some or many?", "are there few, some or many things?",
                     "few, some or many things?", "how full is the picture: few, some or many?"),
-    "whole.colour": ("which colour is most common?", "what colour are most things?", "which colour do most things have?",
+    "whole.colour": ("which colour is most common?", "what colour are most things?",
+                     "which colour do most things have?",
                      "what is the most frequent colour?", "name the prevailing colour"),
-    "pointing.kind": ("point to the {kind}", "where is the {kind}?", "point at the {kind}", "give the place of the {kind}",
+    "pointing.kind": ("point to the {kind}", "where is the {kind}?", "point at the {kind}",
+                      "give the place of the {kind}",
                       "locate the {kind}"),
     "pointing.both": ("point to the {colour} {kind}", "where is the {colour} {kind}?", "point at the {colour} {kind}",
                       "give the place of the {colour} {kind}", "locate the {colour} {kind}"),

@@ -25,15 +25,32 @@ from PIL import Image
 
 from . import scene_painting as painting
 from .scene_questions import Asker
-from .scene_vocabulary import (CALM_GROUNDS, COLOURS, DENSE_GROUNDS, KINDS, LETTERS, PALETTE, PHRASES, QUESTION_TYPES,
-                               SMALLEST, STRAY_COLOURS, STRAYS, WORDS, plural)
+from .scene_vocabulary import (
+    CALM_GROUNDS,
+    COLOURS,
+    DENSE_GROUNDS,
+    KINDS,
+    LETTERS,
+    PALETTE,
+    PHRASES,
+    QUESTION_TYPES,
+    SMALLEST,
+    STRAY_COLOURS,
+    STRAYS,
+    WORDS,
+    plural,
+)
 
 SPLITS = ("train", "valid", "normal", "hard", "heldout")
 STRATA = ("calm", "dense")
 SPLIT_SEEDS = 1 << 40  # seeds a split owns: split i draws from [i * SPLIT_SEEDS, (i + 1) * SPLIT_SEEDS)
 HARD_SHARE = 0.3  # of training scenes
-HELD_OUT = frozenset((colour, kind) for colour in COLOURS for kind in KINDS  # about 6 % of pairs, whatever the seed
-                     if kind != "sign" and zlib.crc32(f"{colour} {kind}".encode()) % 100 < 6)
+HELD_OUT = frozenset(
+    (colour, kind)
+    for colour in COLOURS
+    for kind in KINDS  # about 6 % of pairs, whatever the seed
+    if kind != "sign" and zlib.crc32(f"{colour} {kind}".encode()) % 100 < 6
+)
 # side of the canvas from which it holds: objects (calm), objects (dense)
 CROWD_SIZES = ((1024, (8, 20), (12, 40)), (400, (6, 14), (9, 30)), (200, (3, 8), (5, 14)), (0, (1, 3), (3, 5)))
 
@@ -112,18 +129,22 @@ class Dice:
 
 # ---------------------------------------------------------------- what stands where
 
+
 def kinds_at(side: float) -> list[str]:
     """Kinds that can be told apart when their longer side is `side` pixels."""
     return _KINDS_AT[min(int(side), len(_KINDS_AT) - 1)]
 
 
-_KINDS_AT = [[kind for kind in KINDS if kind != "sign" and SMALLEST[kind] <= max(side, 12)]
-             for side in range(max(SMALLEST.values()) + 1)]
+_KINDS_AT = [
+    [kind for kind in KINDS if kind != "sign" and SMALLEST[kind] <= max(side, 12)]
+    for side in range(max(SMALLEST.values()) + 1)
+]
 
 
 @dataclass
 class _Thing:
     """An object before it has a place."""
+
     kind: str
     side: int
     width: int
@@ -164,7 +185,9 @@ class _Layout:
     def _things(self) -> list[_Thing]:
         dice, things = self.dice, []
         area = self.width * self.height * (0.34 if self.dense else 0.28)
-        signs = min(self.count // 2, dice.between(0, 4 if self.hard else 3)) if self.count > 2 else int(dice.chance(0.3))
+        signs = (
+            min(self.count // 2, dice.between(0, 4 if self.hard else 3)) if self.count > 2 else int(dice.chance(0.3))
+        )
         for _ in range(signs):
             things.append(self._sign())
             area -= things[-1].width * things[-1].height
@@ -209,7 +232,7 @@ class _Layout:
         else:
             text = dice.pick(LETTERS)
         drawn = text.lower() if len(text) > 1 and dice.chance(0.4 if self.hard else 0.15) else text
-        font = dice.pick(painting.TEXT_FONTS[:3 if self.hard else 2]) if height > 11 else painting.TEXT_FONTS[0]
+        font = dice.pick(painting.TEXT_FONTS[: 3 if self.hard else 2]) if height > 11 else painting.TEXT_FONTS[0]
         while True:
             mask = painting.text_mask(drawn, font, height)
             pad = max(3, round(height * 0.4))
@@ -228,7 +251,7 @@ class _Layout:
         weights = common + common[:1] * dice.pick((0, 2, 5))
         group_colour: dict[str, str] = {}
         lone = [thing for thing in things if sum(t.kind == thing.kind for t in things) == 1 and thing.kind != "sign"]
-        rares = dict(zip(map(id, dice.shuffled(lone)), rare))
+        rares = dict(zip(map(id, dice.shuffled(lone)), rare, strict=False))
         signs = dice.shuffled(common)
         for thing in things:
             if thing.kind == "sign":
@@ -241,8 +264,9 @@ class _Layout:
                 new = [c for c in (COLOURS if id(thing) not in rares else choices) if (c, thing.kind) in HELD_OUT]
                 choices = new if new and dice.chance(0.8) else choices
             else:
-                choices = [c for c in choices if (c, thing.kind) not in HELD_OUT] or \
-                    [c for c in weights if (c, thing.kind) not in HELD_OUT]
+                choices = [c for c in choices if (c, thing.kind) not in HELD_OUT] or [
+                    c for c in weights if (c, thing.kind) not in HELD_OUT
+                ]
             thing.colour = dice.pick(choices)
             group_colour.setdefault(thing.kind, thing.colour)
 
@@ -274,7 +298,9 @@ class _Layout:
         gap = 4 + self.dice.integer(max(8, self.short // 14))
         shift = self.dice.uniform(0.3, 0.7)
         across_x, across_y = int(x0 + (x1 - x0 - w) * shift), int(y0 + (y1 - y0 - h) * shift)
-        return self.dice.pick(((x0 - gap - w, across_y), (x1 + gap, across_y), (across_x, y0 - gap - h), (across_x, y1 + gap)))
+        return self.dice.pick(
+            ((x0 - gap - w, across_y), (x1 + gap, across_y), (across_x, y0 - gap - h), (across_x, y1 + gap))
+        )
 
     def _hidden(self, x0, y0, x1, y1, colour, placed) -> list[tuple[int, float]] | None:
         """What a new box would hide of each placed one, or None where that is too much."""
@@ -296,6 +322,7 @@ _HELD_OUT_KINDS = frozenset(kind for _, kind in HELD_OUT)
 
 # ---------------------------------------------------------------- painting
 
+
 def _contrast(colour: str) -> tuple[int, int, int]:
     """What lines and rims are drawn in, on this colour."""
     return (240, 240, 240) if colour == "black" else (16, 16, 20)
@@ -305,11 +332,12 @@ def _tint(dice: Dice, colour: str) -> tuple[int, int, int]:
     return tuple(min(255, max(0, v + dice.between(-10, 10))) for v in PALETTE[colour])
 
 
-def _paint(dice: Dice, height: int, width: int, ground: str, stratum: str, hard: bool,
-           objects: list[SceneObject]) -> np.ndarray:
+def _paint(
+    dice: Dice, height: int, width: int, ground: str, stratum: str, hard: bool, objects: list[SceneObject]
+) -> np.ndarray:
     image = painting.paint_ground(ground, height, width, dice)
     if stratum == "dense":
-        for _ in range(int(height * width / 512 ** 2 * dice.uniform(40, 80)) + 2):
+        for _ in range(int(height * width / 512**2 * dice.uniform(40, 80)) + 2):
             _paint_stray(dice, image)
     faint, shadows = hard and dice.chance(0.4), dice.chance(0.4)
     shift = dice.between(2, 5)
@@ -345,7 +373,7 @@ def _paint_sign(dice: Dice, image: Image.Image, sign: SceneObject, faint: bool):
     light = colour[0] * 0.3 + colour[1] * 0.59 + colour[2] * 0.11 > 110
     ink = (14, 14, 18) if light else (250, 250, 250)
     if faint:  # low contrast: letters half-way to the plate
-        ink = tuple((2 * a + b) // 3 for a, b in zip(ink, colour))
+        ink = tuple((2 * a + b) // 3 for a, b in zip(ink, colour, strict=True))
     image.paste(_contrast(sign.colour), (x0 - 1, y0 - 1, x1 + 1, y1 + 1))
     image.paste(colour, sign.box)
     mask = painting.text_mask(sign.face[1], sign.face[0], sign.side)
@@ -354,8 +382,15 @@ def _paint_sign(dice: Dice, image: Image.Image, sign: SceneObject, faint: bool):
 
 # ---------------------------------------------------------------- scenes
 
-def make_scene(seed: int, split: str = "train", size: int | tuple[int, int] = 512, n_questions: int = 6,
-               stratum: str | None = None, types: Sequence[str] | None = None) -> Scene:
+
+def make_scene(
+    seed: int,
+    split: str = "train",
+    size: int | tuple[int, int] = 512,
+    n_questions: int = 6,
+    stratum: str | None = None,
+    types: Sequence[str] | None = None,
+) -> Scene:
     """The scene with this seed of this split.
 
     `size`: side, or (height, width), 128 to 2048 pixels. `types`: only these question types. The image depends
@@ -374,7 +409,9 @@ def make_scene(seed: int, split: str = "train", size: int | tuple[int, int] = 51
     objects = _Layout(dice, height, width, split, stratum, hard).objects()
     ground = dice.pick(DENSE_GROUNDS if stratum == "dense" else CALM_GROUNDS)
     image = _paint(dice, height, width, ground, stratum, hard, objects)
-    asker = Asker(Dice(unique_seed, height, width, 1), objects, (height, width), split, hard, ground, HELD_OUT, kinds_at)
+    asker = Asker(
+        Dice(unique_seed, height, width, 1), objects, (height, width), split, hard, ground, HELD_OUT, kinds_at
+    )
     questions = [Question(*asked) for asked in asker.questions(n_questions, types or QUESTION_TYPES)]
     return Scene(image, questions, stratum, objects, seed, split, ground)
 
@@ -420,6 +457,7 @@ def cell_labels(scene: Scene, cell: int = 32) -> dict[str, np.ndarray]:
 
 # ---------------------------------------------------------------- answers and words
 
+
 def normalise(text: str) -> str:
     return " ".join(re.sub(r"[^a-z0-9 ]+", " ", text.lower()).split())
 
@@ -435,7 +473,7 @@ def is_correct(prediction: str, question_type: str, answer: str, boxes=(), size:
     if len(numbers) != 2:
         return False
     height, width = (size, size) if isinstance(size, int) else size
-    x, y = ((int(n) + 0.5) / 100 * side for n, side in zip(numbers, (width, height)))
+    x, y = ((int(n) + 0.5) / 100 * side for n, side in zip(numbers, (width, height), strict=True))
     dx, dy = 0.02 * width, 0.02 * height
     return any(x0 - dx <= x <= x1 + dx and y0 - dy <= y <= y1 + dy for x0, y0, x1, y1 in boxes)
 
@@ -458,7 +496,7 @@ def corpus(n: int, seed: int = 0) -> Iterator[str]:
     """`n` lines "question answer" as in training, to train a tokenizer on."""
     made = 0
     while made < n:
-        for asked in make_scene(seed, "train", 256).questions[:n - made]:
+        for asked in make_scene(seed, "train", 256).questions[: n - made]:
             yield f"{asked.question} {asked.answer}"
             made += 1
         seed += 1
@@ -475,18 +513,26 @@ def evaluation_set(split: str, n_questions: int, size: int | tuple[int, int] = 5
                 break
         else:
             raise ValueError(f"no {kind} question in 64 scenes of {split} at {size}")
-        yield {"id": f"{split}-{number:06d}", "image": Image.fromarray(scene.image), **vars(scene.questions[0]),
-               "stratum": scene.stratum, "extent": extent(scene.questions[0].boxes), "seed": scene.seed}
+        yield {
+            "id": f"{split}-{number:06d}",
+            "image": Image.fromarray(scene.image),
+            **vars(scene.questions[0]),
+            "stratum": scene.stratum,
+            "extent": extent(scene.questions[0].boxes),
+            "seed": scene.seed,
+        }
 
 
 def __getattr__(name: str):
     """`Scenes` and `ScenesConfig`, the `datasets` builder: imported on demand, since scenes need only numpy and PIL."""
     if name in ("Scenes", "ScenesConfig"):
         from . import scenes_dataset
+
         return getattr(scenes_dataset, name)
     raise AttributeError(f"module {__name__} has no attribute {name}")
 
 
 if __name__ == "__main__":
     from .scenes_report import main
+
     main()

@@ -1,10 +1,10 @@
 """Looking at the scenes: contact sheets, timing, distributions, blind guessing, and the card that shows them.
 
-    python -m benchmarks.scenes preview --split normal --stratum dense --out sheet.png
-    python -m benchmarks.scenes timing --size 512
-    python -m benchmarks.scenes stats --scenes 300
-    python -m benchmarks.scenes card
-    python -m benchmarks.scenes --pack-assets benchmarks/assets/scene_assets.npz
+python -m benchmarks.scenes preview --split normal --stratum dense --out sheet.png
+python -m benchmarks.scenes timing --size 512
+python -m benchmarks.scenes stats --scenes 300
+python -m benchmarks.scenes card
+python -m benchmarks.scenes --pack-assets benchmarks/assets/scene_assets.npz
 """
 
 import argparse
@@ -21,8 +21,9 @@ from .scene_painting import pack_assets
 from .scene_vocabulary import QUESTION_TYPES
 
 
-def contact_sheet(split: str, size: int, stratum: str | None, first: int, count: int, columns: int = 4,
-                  boxes: bool = True) -> Image.Image:
+def contact_sheet(
+    split: str, size: int, stratum: str | None, first: int, count: int, columns: int = 4, boxes: bool = True
+) -> Image.Image:
     """Scenes with their questions below; a question's evidence boxes carry its number."""
     rows, line = -(-count // columns), 13
     text_height = 7 * line
@@ -87,7 +88,7 @@ def detail_recall(count: int, share: float = 0.1, size: int = 512, cell: int = 3
         grey = scene.image.astype(np.float32).mean(2)
         edges = np.abs(np.diff(grey, axis=0, prepend=grey[:1])) + np.abs(np.diff(grey, axis=1, prepend=grey[:, :1]))
         n = size // cell
-        detail = edges[:n * cell, :n * cell].reshape(n, cell, n, cell).mean((1, 3))
+        detail = edges[: n * cell, : n * cell].reshape(n, cell, n, cell).mean((1, 3))
         chosen = detail >= np.sort(detail, axis=None)[-round(share * n * n)]
         for asked in scene.questions:
             for x0, y0, x1, y1 in asked.boxes:
@@ -101,31 +102,59 @@ def statistics(count: int, size: int = 512) -> str:
     known = gather("train", 4 * count, size)
     by_split = {split: gather(split, count, size) for split in ("normal", "hard", "heldout")}
     by_split = {"train": known, **by_split}
-    lines = [f"Share of question types, over {count} scenes of {size} px a split ({4 * count} of train):", "",
-             "| type | " + " | ".join(by_split) + " |", "| --- |" + " --- |" * len(by_split)]
+    lines = [
+        f"Share of question types, over {count} scenes of {size} px a split ({4 * count} of train):",
+        "",
+        "| type | " + " | ".join(by_split) + " |",
+        "| --- |" + " --- |" * len(by_split),
+    ]
     counts = {split: Counter(asked.type for asked in questions) for split, questions in by_split.items()}
     for type_ in QUESTION_TYPES:
-        lines.append(f"| {type_} | " + " | ".join(f"{counts[s][type_] / len(by_split[s]):.3f}" for s in by_split) + " |")
-    lines.append("| questions a scene | " + " | ".join(
-        f"{len(q) / (4 * count if s == 'train' else count):.2f}" for s, q in by_split.items()) + " |")
-    lines += ["", "The answers most often right in `normal`, by type:", "", "| type | different answers | most frequent |",
-              "| --- | --- | --- |"]
+        lines.append(
+            f"| {type_} | " + " | ".join(f"{counts[s][type_] / len(by_split[s]):.3f}" for s in by_split) + " |"
+        )
+    lines.append(
+        "| questions a scene | "
+        + " | ".join(f"{len(q) / (4 * count if s == 'train' else count):.2f}" for s, q in by_split.items())
+        + " |"
+    )
+    lines += [
+        "",
+        "The answers most often right in `normal`, by type:",
+        "",
+        "| type | different answers | most frequent |",
+        "| --- | --- | --- |",
+    ]
     for type_ in QUESTION_TYPES:
         answers = Counter(asked.answer for asked in by_split["normal"] if asked.type == type_)
         top = ", ".join(f"{answer} {n / answers.total():.2f}" for answer, n in answers.most_common(7))
         lines.append(f"| {type_} | {len(answers)} | {top} |")
-    lines += ["", "Blind guessing (accuracy without the image; answers counted on train): the most frequent answer of the "
-              "question's type, and of the same question's exact text.", "",
-              "| type | " + " | ".join(f"{s}, by type | {s}, by text" for s in list(by_split)[1:]) + " |",
-              "| --- |" + " --- |" * 6]
-    guesses = [blind_guess(known, by_split[s], key) for s in list(by_split)[1:]
-               for key in (lambda q: q.type, lambda q: q.question)]
+    lines += [
+        "",
+        "Blind guessing (accuracy without the image; answers counted on train): the most frequent answer of the "
+        "question's type, and of the same question's exact text.",
+        "",
+        "| type | " + " | ".join(f"{s}, by type | {s}, by text" for s in list(by_split)[1:]) + " |",
+        "| --- |" + " --- |" * 6,
+    ]
+    guesses = [
+        blind_guess(known, by_split[s], key)
+        for s in list(by_split)[1:]
+        for key in (lambda q: q.type, lambda q: q.question)
+    ]
     for type_ in (*QUESTION_TYPES, "*"):
         lines.append(f"| {type_} | " + " | ".join(f"{guess.get(type_, float('nan')):.3f}" for guess in guesses) + " |")
-    lines += ["", "Blind selection on `normal`: share of evidence boxes whose centre lies in the 10 % of cells with most "
-              "detail (choosing at random: 0.10), for evidence within a cell and larger:", "",
-              "| stratum | evidence | share |", "| --- | --- | --- |"]
-    lines += [f"| {stratum} | {reach} | {value:.2f} |" for (stratum, reach), value in detail_recall(count, 0.1, size).items()]
+    lines += [
+        "",
+        "Blind selection on `normal`: share of evidence boxes whose centre lies in the 10 % of cells with most "
+        "detail (choosing at random: 0.10), for evidence within a cell and larger:",
+        "",
+        "| stratum | evidence | share |",
+        "| --- | --- | --- |",
+    ]
+    lines += [
+        f"| {stratum} | {reach} | {value:.2f} |" for (stratum, reach), value in detail_recall(count, 0.1, size).items()
+    ]
     return "\n".join(lines)
 
 
@@ -141,8 +170,9 @@ def write_card(path: Path, count: int):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.scenes", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.scenes", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("command", nargs="?", choices=("preview", "timing", "stats", "card"))
     parser.add_argument("--split", default="normal", choices=scenes.SPLITS)
     parser.add_argument("--stratum", choices=scenes.STRATA)
@@ -156,7 +186,9 @@ def main():
     if args.pack_assets:
         pack_assets(args.pack_assets)
     elif args.command == "preview":
-        contact_sheet(args.split, args.size, args.stratum, args.seed, args.scenes or 8, boxes=not args.no_boxes).save(args.out)
+        contact_sheet(args.split, args.size, args.stratum, args.seed, args.scenes or 8, boxes=not args.no_boxes).save(
+            args.out
+        )
     elif args.command == "timing":
         print(f"{timing(args.size):.1f} ms a scene of {args.size} px with six questions (median)")
     elif args.command == "stats":
