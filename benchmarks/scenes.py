@@ -86,6 +86,7 @@ class Scene:
     seed: int
     split: str
     ground: str
+    hard: bool = False  # made by the hard split's recipe
 
 
 class Dice:
@@ -413,7 +414,7 @@ def make_scene(
         Dice(unique_seed, height, width, 1), objects, (height, width), split, hard, ground, HELD_OUT, kinds_at
     )
     questions = [Question(*asked) for asked in asker.questions(n_questions, types or QUESTION_TYPES)]
-    return Scene(image, questions, stratum, objects, seed, split, ground)
+    return Scene(image, questions, stratum, objects, seed, split, ground, hard)
 
 
 def object_map(scene: Scene) -> np.ndarray:

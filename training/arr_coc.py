@@ -73,9 +73,8 @@ def scene_rows(seed: int, split: str, size: int, questions: int) -> list[Row]:
     from benchmarks.scenes import make_scene
 
     scene = make_scene(seed, split, size, n_questions=questions)
-    hard = getattr(scene, "hard", split == "hard")
     return [
-        Row(scene.image, q.question, q.answer, list(q.boxes), whole=q.type == "whole", hard=hard)
+        Row(scene.image, q.question, q.answer, list(q.boxes), whole=q.type == "whole", hard=scene.hard)
         for q in scene.questions
     ]
 
