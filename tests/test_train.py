@@ -185,7 +185,7 @@ def test_two_processes_and_steps_share_no_seed(processor):
     for rank in range(2):
         data = train.Scenes(plan, processor, seed=1, questions=1, rank=rank)
         data.scene = lambda seed, split, size: seen.append(seed)
-        data.collate = lambda batch: batch
+        data.collate = lambda batch, times: batch
         steps = [len(b) for b in data]
         assert len(steps) == plan.total_steps and set(steps) == {2, 3}
     assert len(seen) == len(set(seen)) == plan.pictures
@@ -280,3 +280,10 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
 def test_wilson():
     low, high = train.wilson(95, 100)
     assert (round(low, 4), round(high, 4)) == (0.8882, 0.9785)  # textbook values
+
+
+def test_shrunk_pictures_equal_an_area_average(data, made):
+    batch = data.collate(made[:1], 2)
+    small = np.asarray(Image.fromarray(made[0].image).reduce(2)).astype(int)
+    assert np.abs(batch["images"][0].numpy().astype(int) - small).max() <= 1
+    assert batch["kind"].shape[1] == (SIZE // 64) ** 2
