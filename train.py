@@ -296,8 +296,8 @@ class Scenes(IterableDataset):
 
     def collate(self, batch: list, times: int = 1) -> dict:
         """Scenes of one size, shown `times` smaller -> images uint8 `[B, H, W, 3]`, input_ids `[B, L]` and position_ids
-        `[3, B, L]` padded on the right, answer_index/answer_target/answer_question `[n]` (the token that predicts, what, for which question),
-        kind/colour `[B, cells]`, first (the picture's first token)."""
+        `[3, B, L]` padded on the right, answer_index/answer_target/answer_question `[n]` (the token that predicts,
+        what, for which question), kind/colour `[B, cells]`, first (the picture's first token)."""
         talk, (height, width) = self.talk, batch[0].image.shape[:2]
         grid = height // (CELL * times), width // (CELL * times)
         rows = [talk.encode([(q.question, q.answer) for q in s.questions], grid[0] * grid[1]) for s in batch]
@@ -757,7 +757,7 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     p.add_argument("--questions", type=int, default=6, help="questions a picture")
     p.add_argument("--probe", type=float, default=0.5, help="weight of the training-only probe's loss")
     p.add_argument("--drop", type=float, default=0, help="share of batches seen through a random part of their tokens")
-    p.add_argument("--shrink", type=float, default=0, help="share of batches whose pictures are shown at half their size")
+    p.add_argument("--shrink", type=float, default=0, help="share of batches shown at half their size")
     p.add_argument("--drop-from", type=float, default=0.5, help="progress from which --drop holds")
     p.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 1), help="processes that render")
     p.add_argument("--compile", action="store_true", help="torch.compile each layer (worth it on a GPU only)")
