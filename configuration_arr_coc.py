@@ -10,6 +10,7 @@ from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLConfig
 
 from .texture import GROUPS
 
+
 def check_budget(budget, name: str = "num_visual_tokens"):
     """Returns `budget` if it is one: a positive int, a share in (0, 1] as a float, `"auto"` or `"all"`.
 
@@ -78,7 +79,7 @@ class ArrCocConfig(Qwen3VLConfig):
     num_visual_tokens: int | float | str = 200
     min_visual_tokens: int = 64
     max_visual_tokens: int = 400
-    auto_coverage: float = 0.9
+    auto_coverage: float | int = 0.9
     allocator: str = "lod"
     topk_neighbourhood: float | int = 0.0
     realize: str = "before"
@@ -93,8 +94,8 @@ class ArrCocConfig(Qwen3VLConfig):
     place: str = "native"
     user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)
     turn_end_token_id: int = 151645
-    image_mean: list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
-    image_std: list[float] | tuple[float, ...] = (0.5, 0.5, 0.5)
+    image_mean: list[float | int] | tuple[float | int, ...] = (0.5, 0.5, 0.5)
+    image_std: list[float | int] | tuple[float | int, ...] = (0.5, 0.5, 0.5)
     base_model_name_or_path: str | None = None
     base_model_revision: str | None = None
 
@@ -143,8 +144,19 @@ class ArrCocConfig(Qwen3VLConfig):
                 raise ValueError(f"{name}={getattr(self, name)} must be at least 1.")
         if self.glance_layers is not None and self.glance_layers < 1:
             raise ValueError(f"glance_layers={self.glance_layers} must be at least 1, or None for half of the layers.")
+        if self.lens_dim % 4:
+            raise ValueError(f"lens_dim={self.lens_dim} must be a multiple of 4, the lens's heads.")
         if self.topk_neighbourhood < 0:
             raise ValueError(f"topk_neighbourhood={self.topk_neighbourhood} must not be negative.")
+
+    def validate_processing(self):
+        if not self.user_turn_token_ids:
+            raise ValueError("user_turn_token_ids is empty: name at least one token that opens a user's turn.")
+        for name in ("image_mean", "image_std"):
+            if len(getattr(self, name)) != 3:
+                raise ValueError(f"{name}={getattr(self, name)} must have 3 numbers, one for each of RGB.")
+        if min(self.image_std) <= 0:
+            raise ValueError(f"image_std={self.image_std} must be above 0.")
 
     def validate_base(self):
         base, revision = self.base_model_name_or_path, self.base_model_revision
