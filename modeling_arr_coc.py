@@ -161,12 +161,14 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         if self.config.participatory != "texture":
             with _timed(out.seconds, "glance"):
                 glances = self._glance(prompt, questions)
-        with _timed(out.seconds, "knowing"):
+        # Autocast would round the choice to bf16, and it would change with the caller's settings.
+        exact = torch.autocast(pixel_values.device.type, enabled=False)
+        with _timed(out.seconds, "knowing"), exact:
             for i in range(len(prompt.grids)):
                 out.propositional.append(propositional(out.detail[i]))
                 out.perspectival.append(perspectival(out.texture[i]))
                 out.participatory.append(self._participate(prompt.grids[i], out.texture[i], embedded[i], glances[i]))
-        with _timed(out.seconds, "balancing"):
+        with _timed(out.seconds, "balancing"), exact:
             for i, maps in enumerate(zip(out.propositional, out.perspectival, out.participatory, strict=True)):
                 asked = embedded[i].mean(0) if len(embedded[i]) else embedded[i].new_zeros(embedded[i].shape[1])
                 weights, tensions = self.relevance.policy(asked, maps)
@@ -208,8 +210,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             states, scale, question = glance.cells, glance.scale, glance.question
             logits = to_grid(self.relevance.affinity(glance.query, glance.neutral, glance.key), scale, *grid)
         seen = None if self.config.participatory == "glance" else texture
-        with torch.autocast(texture.device.type, enabled=False):
-            return (logits + self.relevance.lens(grid, question, seen, states, scale)).sigmoid()
+        return (logits + self.relevance.lens(grid, question, seen, states, scale)).sigmoid()
 
     @torch.no_grad()
     def _glance(self, prompt: "_Prompt", questions: list[Tensor]) -> list["_Glance | None"]:

@@ -19,6 +19,7 @@ import argparse
 import json
 import math
 import os
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -28,9 +29,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
-from transformers import AutoProcessor, Trainer, TrainerCallback, TrainingArguments
+from transformers import AutoConfig, AutoProcessor, Qwen3VLConfig, Trainer, TrainerCallback, TrainingArguments
 
-from arr_coc import ArrCocForConditionalGeneration, ArrCocOutput
+from arr_coc import ArrCocConfig, ArrCocForConditionalGeneration, ArrCocOutput
 from arr_coc.attending import attend, token_gain, tokens_per_cell
 from arr_coc.balancing import TENSIONS
 from arr_coc.texture import detail, texture, to_pixels
@@ -355,6 +356,9 @@ def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--budgets", type=float, nargs=2, default=(0.04, 0.5), metavar=("LOW", "HIGH"),
                    help="shares of the cells between which budgets are drawn (default 0.04 0.5)")  # fmt: skip
     p.add_argument("--steps", type=int, default=2000)
+    p.add_argument("--seconds", type=float, default=0, help="end by the clock, if that comes before the steps do")
+    p.add_argument("--lens-dim", type=int, default=128, help="width of fresh parts, where --model is a stock checkpoint")
+    p.add_argument("--policy-dim", type=int, default=64)
     p.add_argument("--pictures", type=int, default=4, help="images a step and process (default 4)")
     p.add_argument("--questions", type=int, default=4, help="questions an image, where scenes are rendered (default 4)")
     p.add_argument("--size", type=int, default=512, help="pixels on a side, where scenes are rendered (default 512)")
@@ -374,6 +378,43 @@ def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--device", default=None, help="cpu to keep off a GPU")
 
 
+def adopt(folder: str, processor, **fields) -> ArrCocForConditionalGeneration:
+    """A stock Qwen3-VL checkpoint with fresh ARR-COC parts, merged: weights as they are, question tokens as its template's."""
+    stock = Qwen3VLConfig.from_pretrained(folder)
+    tokenizer = processor.tokenizer
+    kept = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
+    config = ArrCocConfig(
+        text_config=stock.text_config.to_dict(),
+        vision_config=stock.vision_config.to_dict(),
+        user_turn_token_ids=tokenizer("<|im_start|>user\n")["input_ids"],
+        turn_end_token_id=tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        image_mean=list(processor.image_processor.image_mean),
+        image_std=list(processor.image_processor.image_std),
+        **{name: getattr(stock, name) for name in kept},
+        **fields,
+    )
+    return ArrCocForConditionalGeneration.from_pretrained(folder, config=config, dtype=torch.float32)
+
+
+class Clock(TrainerCallback):
+    """Ends a run by the clock; the learning rate follows whichever of steps and seconds is further on."""
+
+    def __init__(self, steps: int, seconds: float, warmup: float):
+        self.steps, self.seconds, self.warmup, self.begin = steps, seconds, warmup, None
+
+    def rate(self, step: int) -> float:
+        spent = (time.monotonic() - self.begin) / self.seconds if self.seconds and self.begin else 0.0
+        progress = min(1.0, max(step / self.steps, spent))
+        return min(1.0, (step + 1) / max(1, self.warmup * self.steps)) * (1 + math.cos(math.pi * progress)) / 2
+
+    def on_train_begin(self, args, state, control, **_):
+        self.begin = time.monotonic()
+
+    def on_step_end(self, args, state, control, **_):
+        if self.seconds and time.monotonic() - self.begin > self.seconds:
+            control.should_training_stop = True
+
+
 class JsonLog(TrainerCallback):
     def __init__(self, path: Path):
         self.path = path
@@ -387,8 +428,11 @@ class JsonLog(TrainerCallback):
 def train(args: argparse.Namespace):
     """Run one stage of the curriculum and save the model, in the layout it came in, to `args.out / "model"`."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    model = ArrCocForConditionalGeneration.from_pretrained(args.model, revision=args.revision, dtype=torch.float32)
     processor = AutoProcessor.from_pretrained(args.model, revision=args.revision)
+    if AutoConfig.from_pretrained(args.model, revision=args.revision).model_type == ArrCocConfig.model_type:
+        model = ArrCocForConditionalGeneration.from_pretrained(args.model, revision=args.revision, dtype=torch.float32)
+    else:
+        model = adopt(args.model, processor, lens_dim=args.lens_dim, policy_dim=args.policy_dim)
     model.requires_grad_(False)
     model.relevance.requires_grad_(True)
     tuned = None
@@ -401,8 +445,7 @@ def train(args: argparse.Namespace):
     args.out.mkdir(parents=True, exist_ok=True)
     settings = TrainingArguments(
         output_dir=str(args.out / "state"), max_steps=args.steps, per_device_train_batch_size=args.pictures,
-        learning_rate=args.lr, weight_decay=args.weight_decay, warmup_steps=max(1, round(args.warmup * args.steps)),
-        lr_scheduler_type="cosine", max_grad_norm=1.0, bf16=args.bf16, use_cpu=args.device == "cpu",
+        learning_rate=args.lr, weight_decay=args.weight_decay, max_grad_norm=1.0, bf16=args.bf16, use_cpu=args.device == "cpu",
         logging_steps=args.log_every, save_steps=args.save_every, save_total_limit=1, seed=args.seed,
         remove_unused_columns=False, dataloader_num_workers=args.workers, report_to=args.report_to,
         dataloader_prefetch_factor=2 if args.workers else None, dataloader_persistent_workers=bool(args.workers),
@@ -416,10 +459,13 @@ def train(args: argparse.Namespace):
     else:
         data = SceneRows(args.first_scene, args.questions, args.size, rank=rank, world=world)
         fixed = [scene_rows(seed, "valid", args.size, 1)[0] for seed in range(4)]
+    clock = Clock(args.steps, args.seconds, args.warmup)
+    learned = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=args.lr, weight_decay=args.weight_decay)
     trainer = ArrCocTrainer(
-        model, settings, train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight),
+        model, settings, optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)), train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight),
         stage=args.stage, choice=args.choice, budgets=tuple(args.budgets), noise=args.noise, ground=args.ground,
-        callbacks=[JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)],
+        callbacks=[clock, JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=args.resume or None)
     if not trainer.is_world_process_zero():
