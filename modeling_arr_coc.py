@@ -19,6 +19,7 @@ from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.dynamic_module_utils import custom_object_save
 from transformers.generation.streamers import BaseStreamer
 from transformers.masking_utils import create_causal_mask
 from transformers.models.qwen3_vl.modeling_qwen3_vl import (
@@ -37,6 +38,11 @@ from .realizing import gather_patches, pool_features, shorten, tower_inputs
 from .texture import detail, texture, to_pixels
 
 ADD_ON = "arr_coc.safetensors"
+AUTO_MAP = {
+    "AutoConfig": "configuration_arr_coc.ArrCocConfig",
+    "AutoModel": "modeling_arr_coc.ArrCocForConditionalGeneration",
+    "AutoModelForImageTextToText": "modeling_arr_coc.ArrCocForConditionalGeneration",
+}
 
 
 @dataclass
@@ -518,7 +524,8 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         """
         hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "proxies", "subfolder")
         own = {k: kwargs[k] for k in hub if kwargs.get(k) is not None}
-        if not isinstance(config, ArrCocConfig):
+        # Not isinstance(config, ArrCocConfig): a local folder's own code is loaded twice, by the Auto class and for us.
+        if config is None or isinstance(config, (str, os.PathLike)):
             config, unused = ArrCocConfig.from_pretrained(
                 config or pretrained_model_name_or_path, return_unused_kwargs=True, **own, **_config_fields(kwargs)
             )
@@ -564,19 +571,25 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             )
         self.relevance.load_state_dict(weights)
 
-    def save_pretrained(self, save_directory, *args, **kwargs):
-        """As stock where the checkpoint is merged; config and add-on alone while a base is referenced."""
-        if self.config.base_model_name_or_path is None or kwargs.get("state_dict") is not None:
-            return super().save_pretrained(save_directory, *args, **kwargs)
-        if not kwargs.get("is_main_process", True):
+    def save_pretrained(self, save_directory, is_main_process: bool = True, state_dict: dict | None = None, **kwargs):
+        """As stock where the checkpoint is merged; config, code and add-on alone while a base is referenced."""
+        if self.config.base_model_name_or_path is None:
+            self.config.auto_map = dict(AUTO_MAP)
+            return super().save_pretrained(save_directory, is_main_process, state_dict, **kwargs)
+        if kwargs.get("push_to_hub"):
+            raise ValueError("push_to_hub=True is not for an add-on: save it, then call push_to_hub(repo_id).")
+        if not is_main_process:
             return
         os.makedirs(save_directory, exist_ok=True)
         config = copy.deepcopy(self.config)
-        config.architectures = [type(self).__name__]
+        config.architectures, config.auto_map = [type(self).__name__], dict(AUTO_MAP)
+        custom_object_save(self, save_directory)
         config.save_pretrained(save_directory)
         self.generation_config.save_pretrained(save_directory)
+        weights = self.state_dict() if state_dict is None else state_dict
+        weights = {k.removeprefix("relevance."): v for k, v in weights.items() if k.startswith("relevance.")}
+        weights = {k: v.detach().float().cpu().contiguous() for k, v in weights.items()}
         target = os.path.join(save_directory, ADD_ON)
-        weights = {k: v.detach().float().cpu().contiguous() for k, v in self.relevance.state_dict().items()}
         save_file(weights, target + ".part", metadata={"format": "pt"})
         os.replace(target + ".part", target)
 

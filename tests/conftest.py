@@ -64,10 +64,10 @@ NEXT_TURN = [IM_END, NEWLINE, IM_START, ASSISTANT, NEWLINE, 21, 22, IM_END, NEWL
 
 
 def make_config(**fields) -> ArrCocConfig:
-    text = TEXT | fields.pop("text", {})
+    text, vision = TEXT | fields.pop("text", {}), VISION | fields.pop("vision", {})
     return ArrCocConfig(
-        text_config=dict(text),
-        vision_config=dict(VISION) | {"initializer_range": 0.3},
+        text_config=text,
+        vision_config=vision | {"initializer_range": 0.3},
         tie_word_embeddings=True,
         glance_tokens=16,
         **TOKENS,
