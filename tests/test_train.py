@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
-from arr_coc import train
 from arr_coc.checkpoints import make_tiny
+from arr_coc.train import parser
 from benchmarks import scenes
+from training import base
 
 SIZE = 128
 
@@ -33,7 +34,7 @@ def processor():
 
 @pytest.fixture(scope="module")
 def data(processor):
-    return train.Scenes(train.Plan([train.Stage(SIZE, 3, 12)]), processor, seed=0, questions=4)
+    return base.Scenes(base.Plan([base.Stage(SIZE, 3, 12)]), processor, seed=0, questions=4)
 
 
 @pytest.fixture(scope="module")
@@ -135,7 +136,7 @@ def test_sizes_within_limits_pass_unresized(processor, size):
 
 def test_pixel_values_equal_the_processors(processor, batch, made):
     stock = processor.image_processor([Image.fromarray(s.image) for s in made], return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(train.pixel_values(batch["images"]), stock, rtol=0, atol=1e-6)
+    torch.testing.assert_close(base.pixel_values(batch["images"]), stock, rtol=0, atol=1e-6)
 
 
 def test_ids_and_positions_equal_stock(processor, batch, made):
@@ -163,7 +164,7 @@ def test_rope_positions_of_an_oblong_picture(processor):
     )  # fmt: skip
     first = int((inputs["input_ids"][0] == processor.image_token_id).int().argmax())
     stock, _ = model.model.get_rope_index(inputs["input_ids"], inputs["mm_token_type_ids"], inputs["image_grid_thw"])
-    mine = train.rope_positions(inputs["input_ids"].shape[1], first, (3, 5))
+    mine = base.rope_positions(inputs["input_ids"].shape[1], first, (3, 5))
     assert np.array_equal(mine, stock[:, 0].numpy())
 
 
@@ -180,10 +181,10 @@ def test_labels_are_the_answers_alone(processor, batch, made):
 
 
 def test_two_processes_and_steps_share_no_seed(processor):
-    plan = train.Plan([train.Stage(128, 2, 1), train.Stage(160, 3, 1)], pictures=60, world=2)
+    plan = base.Plan([base.Stage(128, 2, 1), base.Stage(160, 3, 1)], pictures=60, world=2)
     seen = []
     for rank in range(2):
-        data = train.Scenes(plan, processor, seed=1, questions=1, rank=rank)
+        data = base.Scenes(plan, processor, seed=1, questions=1, rank=rank)
         data.scene = lambda seed, split, size: seen.append(seed)
         data.collate = lambda batch, times: batch
         steps = [len(b) for b in data]
@@ -197,33 +198,33 @@ def test_two_processes_and_steps_share_no_seed(processor):
 @torch.no_grad()
 def test_learner_equals_stock(processor, batch, made):
     """Folded attention, linear patch embedding and precomputed tables: the logits of answers are stock's."""
-    learner = train.Learner(fresh_model(processor)).eval()
+    learner = base.Learner(fresh_model(processor)).eval()
     mine = learner(**batch, return_logits=True)["logits"]
     stock_model, theirs = fresh_model(processor), []
     header, end = learner_header(processor)
     for scene in made:
         inputs = processor.apply_chat_template(messages(scene), tokenize=True, return_dict=True, return_tensors="pt")
         ids = inputs["input_ids"][0].numpy()
-        theirs.append(stock_model(**inputs).logits[0, np.flatnonzero(train.answer_mask(ids, header, end)) - 1])
+        theirs.append(stock_model(**inputs).logits[0, np.flatnonzero(base.answer_mask(ids, header, end)) - 1])
     torch.testing.assert_close(mine, torch.cat(theirs), rtol=1e-4, atol=1e-5)
 
 
 def learner_header(processor):
-    talk = train.Conversations(processor)
+    talk = base.Conversations(processor)
     return talk.header, talk.end
 
 
 @torch.no_grad()
 def test_dropping_cells_equals_masking_them_in_the_language_model(processor, data):
     """What is left stands where it stood: same ids, places, labels and predictions' addresses."""
-    learner = train.Learner(fresh_model(processor)).train()
+    learner = base.Learner(fresh_model(processor)).train()
     scene = data.scene(5, "train", SIZE)
     batch = data.collate([scene])
     taken = {}
 
     def allocate(inputs):
         before = {k: v.clone() if torch.is_tensor(v) else v for k, v in inputs.items()}
-        train.drop_cells(inputs, 0.5, torch.Generator().manual_seed(0))
+        base.drop_cells(inputs, 0.5, torch.Generator().manual_seed(0))
         taken.update(before=before, after=dict(inputs))
 
     learner.allocate = allocate
@@ -245,25 +246,25 @@ def test_dropping_cells_equals_masking_them_in_the_language_model(processor, dat
 
 
 def run(out, *more):
-    args = train.parser().parse_args(
+    args = parser().parse_args(
         ["base", "--device", "cpu", "--out", str(out), "--stage", "128:2:1", "--pictures", "12", "--warmup", "4",
          "--workers", "0", "--log-every", "0", "--save-every", "0", "--eval-scenes", "4", "--eval-every", "0",
          "--questions", "2", "--drop", "0.5", "--drop-from", "0.2", *more]
     )  # fmt: skip
-    train.base(args)
+    base.train(args)
     return [row for row in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if "loss" in row]
 
 
 def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
     whole = run(tmp_path / "whole")
-    step_end = train.Report.on_step_end
+    step_end = base.Report.on_step_end
 
     def stop_at_three(self, args, state, control, **kwargs):
         step_end(self, args, state, control, **kwargs)
         control.should_training_stop = control.should_training_stop or state.global_step == 3
 
     with monkeypatch.context() as patch:
-        patch.setattr(train.Report, "on_step_end", stop_at_three)
+        patch.setattr(base.Report, "on_step_end", stop_at_three)
         assert len(run(tmp_path / "parts")) == 3
     parts = run(tmp_path / "parts", "--resume")
     keys = ("step", "pictures", "lr", "loss", "answers", "probe")
@@ -278,7 +279,7 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
 
 
 def test_wilson():
-    low, high = train.wilson(95, 100)
+    low, high = base.wilson(95, 100)
     assert (round(low, 4), round(high, 4)) == (0.8882, 0.9785)  # textbook values
 
 

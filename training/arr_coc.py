@@ -115,8 +115,9 @@ class DatasetRows(Dataset):
 class Collate:
     """Groups of rows -> a batch for `ArrCocForConditionalGeneration`, with texture computed here, by the workers.
 
-    Beside the processor's tensors, of which `pixels` has an entry an image, for `questions` rows each: `labels` (answers and end of turn, else -100), `texture` and `detail` (lists),
-    `evidence` (list of `[h, w]` bool, or None where a row says nothing) and `weight [B]`.
+    Beside the processor's tensors, of which `pixels` has an entry an image, for `questions` rows each: `labels`
+    (answers and end of turn, else -100), `texture` and `detail` (lists), `evidence` (list of `[h, w]` bool, or None
+    where a row says nothing) and `weight [B]`.
     """
 
     def __init__(self, processor, config, hard_weight: float = 2.0):
@@ -133,7 +134,9 @@ class Collate:
         config, tokenizer = self.config, self.processor.tokenizer
         for group in groups:
             image = group[0].image
-            width, height = image.size if hasattr(image, "size") and not isinstance(image, np.ndarray) else image.shape[1::-1]
+            width, height = (
+                image.size if hasattr(image, "size") and not isinstance(image, np.ndarray) else image.shape[1::-1]
+            )
             seen = self.processor.image_processor(images=[image], return_tensors="pt")
             grid = seen["image_grid_thw"][0]
             h, w = int(grid[1]) // 2, int(grid[2]) // 2
@@ -171,7 +174,7 @@ class Collate:
 
 
 def evidence(row: Row, h: int, w: int, height: int, width: int) -> Tensor | None:
-    """`[h, w]` bool: the cells that a row's boxes touch by at least a tenth of a cell's side; all for the whole scene."""
+    """`[h, w]` bool: the cells that a row's boxes reach into by a tenth of a side or more; all for the whole scene."""
     if row.whole:
         return torch.ones(h, w, dtype=torch.bool)
     if not len(row.boxes):
@@ -185,7 +188,7 @@ def evidence(row: Row, h: int, w: int, height: int, width: int) -> Tensor | None
 
 
 def grounding_loss(perception: ArrCocOutput, masks: list[Tensor | None], weight: Tensor) -> Tensor:
-    """How far relevance is from the evidence: cross-entropy of the participatory map, and -log of the gain's mass in it.
+    """How far relevance is from the evidence: the participatory map's cross-entropy, and -log of the gain's mass in it.
 
     Evidence and the rest of an image weigh alike, however few cells the evidence has. Rows without evidence count
     nothing; of whole-scene rows only the first term counts (all of the mass is inside).
@@ -226,7 +229,9 @@ def grounding_scores(perception: ArrCocOutput, masks: list[Tensor | None]) -> di
 class ArrCocTrainer(Trainer):
     """`Trainer` with the curriculum's loss. What it says of a run goes to whatever `--report-to` names."""
 
-    def __init__(self, *args, stage: str, choice: str, budgets: tuple[float, float], noise: float, ground: float, **kwargs):
+    def __init__(
+        self, *args, stage: str, choice: str, budgets: tuple[float, float], noise: float, ground: float, **kwargs
+    ):
         super().__init__(*args, **kwargs)
         self.stage, self.choice, self.budgets, self.noise, self.ground = stage, choice, budgets, noise, ground
         self.dice = np.random.default_rng(self.args.seed)
@@ -237,7 +242,9 @@ class ArrCocTrainer(Trainer):
         masks, weight = inputs.pop("evidence"), inputs.pop("weight")
         labels, keep = inputs.pop("labels"), inputs.pop("answer_tokens")
         known = ArrCocOutput(
-            grid=[tuple(t.shape[1:]) for t in inputs["texture"]], texture=inputs.pop("texture"), detail=inputs.pop("detail")
+            grid=[tuple(t.shape[1:]) for t in inputs["texture"]],
+            texture=inputs.pop("texture"),
+            detail=inputs.pop("detail"),
         )
         images = zip(inputs.pop("pixels"), inputs.pop("questions"), strict=True)
         inputs["pixel_values"] = torch.cat([pixels for pixels, questions in images for _ in range(questions)])
@@ -253,7 +260,9 @@ class ArrCocTrainer(Trainer):
         self.watch(perception, masks, said)
         return loss
 
-    def answer_loss(self, core, inputs: dict, labels: Tensor, keep: int, perception: ArrCocOutput, weight: Tensor) -> Tensor:
+    def answer_loss(
+        self, core, inputs: dict, labels: Tensor, keep: int, perception: ArrCocOutput, weight: Tensor
+    ) -> Tensor:
         """Cross-entropy of the answers from the chosen tokens, rows weighted; its gradient reaches the gain."""
 
         def per_row(perception: ArrCocOutput) -> Tensor:
@@ -268,7 +277,10 @@ class ArrCocTrainer(Trainer):
         with torch.no_grad():
             tries = [self.perturbed(core, perception) for _ in range(2)]
             first, second = (per_row(t) for t in tries)
-        likely = [torch.stack([_log_likelihood(perception.gain[i], t.allocation[i]) for i in range(len(weight))]) for t in tries]
+        likely = [
+            torch.stack([_log_likelihood(perception.gain[i], t.allocation[i]) for i in range(len(weight))])
+            for t in tries
+        ]
         surrogate = (first - second) / 2 * (likely[0] - likely[1])
         value = (first + second) / 2
         return ((value + surrogate - surrogate.detach()) * weight).sum() / weight.sum()
@@ -312,7 +324,11 @@ class Pictures(TrainerCallback):
         self.rows, self.processor, self.out, self.every = rows, processor, out / "pictures", every
 
     def on_step_end(self, args, state, control, model=None, **_):
-        if self.every and (state.global_step % self.every == 0 or state.global_step == 1) and state.is_world_process_zero:
+        if (
+            self.every
+            and (state.global_step % self.every == 0 or state.global_step == 1)
+            and state.is_world_process_zero
+        ):
             self.draw(model, state.global_step)
 
     @torch.no_grad()
@@ -348,7 +364,9 @@ def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--dataset", help="a `datasets` folder or Hub id with image, question, answer (and boxes) columns; "
                    "without it scenes are rendered")  # fmt: skip
     p.add_argument("--dataset-split", default="train")
-    p.add_argument("--stage", choices=["grounded", "answers"], default="answers", help="1 grounded, 3 answers (default)")
+    p.add_argument(
+        "--stage", choices=["grounded", "answers"], default="answers", help="1 grounded, 3 answers (default)"
+    )
     p.add_argument("--choice", choices=CHOICES, default="straight-through", help="the gradient through the choice")
     p.add_argument("--noise", type=float, default=0.3, help="perturbed: the noise's share (default 0.3)")
     p.add_argument("--ground", type=float, default=1.0, help="weight of the evidence's loss (default 1)")
@@ -357,7 +375,9 @@ def add_arguments(p: argparse.ArgumentParser):
                    help="shares of the cells between which budgets are drawn (default 0.04 0.5)")  # fmt: skip
     p.add_argument("--steps", type=int, default=2000)
     p.add_argument("--seconds", type=float, default=0, help="end by the clock, if that comes before the steps do")
-    p.add_argument("--lens-dim", type=int, default=128, help="width of fresh parts, where --model is a stock checkpoint")
+    p.add_argument(
+        "--lens-dim", type=int, default=128, help="width of fresh parts, where --model is a stock checkpoint"
+    )
     p.add_argument("--policy-dim", type=int, default=64)
     p.add_argument("--pictures", type=int, default=4, help="images a step and process (default 4)")
     p.add_argument("--questions", type=int, default=4, help="questions an image, where scenes are rendered (default 4)")
@@ -365,21 +385,27 @@ def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--weight-decay", type=float, default=0.01)
     p.add_argument("--warmup", type=float, default=0.05, help="share of the steps (default 0.05)")
-    p.add_argument("--lora", type=int, default=0, help="rank of a LoRA on the language model's attention (default none)")
+    p.add_argument(
+        "--lora", type=int, default=0, help="rank of a LoRA on the language model's attention (default none)"
+    )
     p.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 1))
     p.add_argument("--seed", type=int, default=0)
-    p.add_argument("--first-scene", type=int, default=1 << 36, help="seed of the first scene; keep apart from the base's")
+    p.add_argument(
+        "--first-scene", type=int, default=1 << 36, help="seed of the first scene; keep apart from the base's"
+    )
     p.add_argument("--bf16", action=argparse.BooleanOptionalAction, default=True)
     p.add_argument("--log-every", type=int, default=20)
     p.add_argument("--picture-every", type=int, default=200, help="steps between relevance pictures; 0 for none")
     p.add_argument("--save-every", type=int, default=500)
     p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in OUT")
-    p.add_argument("--report-to", default="none", help="tensorboard, wandb, ... (default none; log.jsonl is always written)")
+    p.add_argument(
+        "--report-to", default="none", help="tensorboard, wandb, ... (default none; log.jsonl is always written)"
+    )
     p.add_argument("--device", default=None, help="cpu to keep off a GPU")
 
 
 def adopt(folder: str, processor, **fields) -> ArrCocForConditionalGeneration:
-    """A stock Qwen3-VL checkpoint with fresh ARR-COC parts, merged: weights as they are, question tokens as its template's."""
+    """A stock Qwen3-VL checkpoint with fresh ARR-COC parts, merged; a user's turn opens as the tokenizer says."""
     stock = Qwen3VLConfig.from_pretrained(folder)
     tokenizer = processor.tokenizer
     kept = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id", "tie_word_embeddings")
@@ -445,7 +471,8 @@ def train(args: argparse.Namespace):
     args.out.mkdir(parents=True, exist_ok=True)
     settings = TrainingArguments(
         output_dir=str(args.out / "state"), max_steps=args.steps, per_device_train_batch_size=args.pictures,
-        learning_rate=args.lr, weight_decay=args.weight_decay, max_grad_norm=1.0, bf16=args.bf16, use_cpu=args.device == "cpu",
+        learning_rate=args.lr, weight_decay=args.weight_decay, max_grad_norm=1.0,
+        bf16=args.bf16, use_cpu=args.device == "cpu",
         logging_steps=args.log_every, save_steps=args.save_every, save_total_limit=1, seed=args.seed,
         remove_unused_columns=False, dataloader_num_workers=args.workers, report_to=args.report_to,
         dataloader_prefetch_factor=2 if args.workers else None, dataloader_persistent_workers=bool(args.workers),
@@ -463,7 +490,8 @@ def train(args: argparse.Namespace):
     learned = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=args.lr, weight_decay=args.weight_decay)
     trainer = ArrCocTrainer(
-        model, settings, optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)), train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight),
+        model, settings, optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)),
+        train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight),
         stage=args.stage, choice=args.choice, budgets=tuple(args.budgets), noise=args.noise, ground=args.ground,
         callbacks=[clock, JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)],
     )  # fmt: skip
