@@ -36,7 +36,7 @@ def open_image(path: str):
                 width, height = image.size
                 if width * height > MAX_PIXELS:
                     raise Refused(
-                        f"{path} has {width} x {height} pixels, more than {MAX_PIXELS // 10**6} million: make it smaller."
+                        f"{path} is {width} x {height} px, more than {MAX_PIXELS // 10**6} megapixels: make it smaller."
                     )
                 return ImageOps.exif_transpose(image).convert("RGB")
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
@@ -151,8 +151,12 @@ def main(argv=None) -> int:
     )
     parser.add_argument("image", help="path of an image file (JPEG, PNG, WebP, ...)")
     parser.add_argument("question", help="what to ask about it")
-    parser.add_argument("--budget", help='visual tokens: 200, a share such as 0.2, "auto" or "all" (the model\'s default)')
-    parser.add_argument("--model", default=str(TINY), help="a folder or a Hub id (default: the small model shipped here)")
+    parser.add_argument(
+        "--budget", help='visual tokens: 200, a share such as 0.2, "auto" or "all" (the model\'s default)'
+    )
+    parser.add_argument(
+        "--model", default=str(TINY), help="a folder or a Hub id (default: the small model shipped here)"
+    )
     parser.add_argument("--revision", help="the Hub model's tag or commit; pin it")
     parser.add_argument("--out", default="arr_coc.png", help="where to write the picture (default arr_coc.png)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")

@@ -46,9 +46,7 @@ class Shaping(nn.Module):
         return torch.sigmoid(self.steepness * (relevance - self.offset))
 
 
-def attend(
-    gain: Tensor, detail: Tensor, budget: int, allocator: str = "lod", neighbourhood: float = 0.0
-) -> Tensor:
+def attend(gain: Tensor, detail: Tensor, budget: int, allocator: str = "lod", neighbourhood: float = 0.0) -> Tensor:
     """Spends `budget` tokens on one image.
 
     Args:

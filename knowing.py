@@ -42,7 +42,7 @@ class Silent(nn.Linear):
 
 
 class Affinity(nn.Module):
-    """The attention that the question pays to each of the glance's cells, free of sinks: logits, and no training needed.
+    """The attention that the question pays to each of the glance's cells, free of sinks: logits, without training.
 
     One number a head, q·kᵀ over the cells, against the attention that a content-free token (`<|vision_end|>`, which
     stands between image and question) pays them: `log asked - log drawn`. Cells that draw every token's attention
@@ -80,8 +80,8 @@ class Lens(nn.Module):
     """What training adds: question and cells read together at native resolution, by two small transformer blocks.
 
     A cell enters as its texture, `conv(C -> 64 -> d)`, as the language model's state of the glance's cell that it lies
-    in, or as both; the question as its tokens' states, or their embeddings without a glance. So what is asked for can be
-    a colour, a thing, or what stands left of another. Its last layer starts at zero: silent until trained.
+    in, or as both; the question as its tokens' states, or their embeddings without a glance. So what is asked for can
+    be a colour, a thing, or what stands left of another. Its last layer starts at zero: silent until trained.
     """
 
     def __init__(self, channels: int, hidden_size: int, dim: int):
@@ -105,7 +105,9 @@ class Lens(nn.Module):
             states (`[n, d]`) or None: the glance's cells after its last layer, in raster order at `scale`.
         """
         h, w = grid
-        at = torch.stack(torch.meshgrid(*(torch.linspace(-1, 1, n, device=question.device) for n in grid), indexing="ij"))
+        at = torch.stack(
+            torch.meshgrid(*(torch.linspace(-1, 1, n, device=question.device) for n in grid), indexing="ij")
+        )
         cells = self.place(at.flatten(1).T)  # [h * w, dim]
         if texture is not None:
             cells = cells + self.far(F.gelu(self.near(texture[None])))[0].flatten(1).T

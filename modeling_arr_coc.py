@@ -189,9 +189,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                     budget, gain, config.auto_coverage, config.min_visual_tokens, config.max_visual_tokens
                 )
                 out.budget.append(spend)
-                out.allocation.append(
-                    attend(gain, out.detail[i], spend, config.allocator, config.topk_neighbourhood)
-                )
+                out.allocation.append(attend(gain, out.detail[i], spend, config.allocator, config.topk_neighbourhood))
         return out
 
     def _see(self, prompt: "_Prompt", out: ArrCocOutput, known: ArrCocOutput | None):
@@ -206,7 +204,9 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             out.texture.append(texture(pixels, config.cell, config.texture_groups))
             out.detail.append(detail(pixels, config.cell))
 
-    def _participate(self, grid: tuple[int, int], texture: Tensor, embedded: Tensor, glance: "_Glance | None") -> Tensor:
+    def _participate(
+        self, grid: tuple[int, int], texture: Tensor, embedded: Tensor, glance: "_Glance | None"
+    ) -> Tensor:
         """One image's participatory map, `[h, w]`. Without a question nothing is asked for anywhere: 0.5 throughout."""
         logits = torch.zeros(grid, device=texture.device)
         if not len(embedded):
@@ -233,7 +233,9 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         sizes, rows, prompts = {}, [], []
         device = prompt.input_ids.device
         opening = torch.tensor(config.user_turn_token_ids, device=device)
-        start, end = (torch.tensor([x], device=device) for x in (config.vision_start_token_id, config.vision_end_token_id))
+        start, end = (
+            torch.tensor([x], device=device) for x in (config.vision_start_token_id, config.vision_end_token_id)
+        )
         for i in asked:
             h, w = prompt.grids[i]
             s = flat_scale(h, w, config.glance_tokens)
@@ -536,7 +538,9 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         base, revision = config.base_model_name_or_path, config.base_model_revision
         commit = getattr(config, "_commit_hash", None)
         add_on = _find_add_on(pretrained_model_name_or_path, own | ({"_commit_hash": commit} if commit else {}))
-        of_base = {k: v for k, v in kwargs.items() if k not in ("revision", "subfolder", "code_revision", "adapter_kwargs")}
+        of_base = {
+            k: v for k, v in kwargs.items() if k not in ("revision", "subfolder", "code_revision", "adapter_kwargs")
+        }
         of_base |= {"_commit_hash": revision, "revision": revision or "main"}
         loaded = super().from_pretrained(base, *args, config=config, **of_base)
         model, info = loaded if isinstance(loaded, tuple) else (loaded, None)
@@ -611,7 +615,9 @@ class _Prompt:
         if image_grid_thw is not None:
             for t, h, w in image_grid_thw.tolist():
                 if t != 1 or h % merge or w % merge or min(h, w) < merge:
-                    raise ValueError(f"image_grid_thw holds {[t, h, w]}: a still image's is [1, h, w], in multiples of {merge}.")
+                    raise ValueError(
+                        f"image_grid_thw holds {[t, h, w]}: a still image's is [1, h, w], in multiples of {merge}."
+                    )
                 self.grids.append((h // merge, w // merge))
             counts = image_grid_thw.prod(-1).tolist()
             if sum(counts) != len(pixel_values):
@@ -654,13 +660,18 @@ class _Prompt:
 
     def _text(self, ids: Tensor) -> Tensor:
         config = self.config
-        vision = (config.image_token_id, config.video_token_id, config.vision_start_token_id, config.vision_end_token_id)
+        vision = (
+            config.image_token_id,
+            config.video_token_id,
+            config.vision_start_token_id,
+            config.vision_end_token_id,
+        )
         return ids[~torch.isin(ids, torch.tensor(vision, device=ids.device))]
 
 
 @dataclass
 class _Glance:
-    """What the glance at one image leaves behind: `scale`, and the arguments of `knowing.Affinity` and `knowing.Lens`."""
+    """What the glance at one image leaves: its `scale`, and the arguments of `knowing.Affinity` and `knowing.Lens`."""
 
     scale: int
     query: Tensor
@@ -686,7 +697,7 @@ class _PromptFirst(BaseStreamer):
 
 
 def _query_key(layer: nn.Module, states: Tensor, rotary: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """A decoder layer's queries, scaled, and keys, both with rotary positions: `[B, l, d]` -> `[B, heads, l, head_dim]`.
+    """A decoder layer's queries, scaled, and keys, with rotary positions: `[B, l, d]` -> `[B, heads, l, head_dim]`.
 
     Read beside the layer's own attention, so that no backend has to give its weights away.
     """

@@ -72,7 +72,9 @@ def gather_patches(patches: Tensor, allocation: Tensor, h: int, w: int, **layout
     return out.flatten(0, 1)
 
 
-def tower_inputs(allocations: Sequence[Tensor], grids: Sequence[tuple[int, int]], side: int, **rule) -> dict[str, Tensor]:
+def tower_inputs(
+    allocations: Sequence[Tensor], grids: Sequence[tuple[int, int]], side: int, **rule
+) -> dict[str, Tensor]:
     """What the vision tower would have computed from `grid_thw`, for chosen tokens only. One or more images.
 
     Args:

@@ -114,7 +114,9 @@ def _wait(device: str):
 
 @torch.no_grad()
 def measure(model, inputs: dict, budget, rounds: int, device: str, methods=METHODS) -> list[dict]:
-    """A row a method and stage: `method, stage, seconds_median, ratio_to_stock, visual_tokens, peak_bytes, kv_bytes`."""
+    """A row for each method and stage: `method, stage, seconds_median, ratio_to_stock, visual_tokens,
+    peak_bytes, kv_bytes`; stage `*` is the whole prefill.
+    """
     seconds = {name: {} for name in methods}
     facts = {}
     original = {k: getattr(model.config, k) for k in ("participatory", "realize", "allocator")}
@@ -148,7 +150,12 @@ def measure(model, inputs: dict, budget, rounds: int, device: str, methods=METHO
         setattr(model.config, key, value)
     stock = statistics.median(seconds["stock"]["*"])
     return [
-        {"method": name, "stage": stage, "seconds_median": (m := statistics.median(values)), "ratio_to_stock": m / stock}
+        {
+            "method": name,
+            "stage": stage,
+            "seconds_median": (m := statistics.median(values)),
+            "ratio_to_stock": m / stock,
+        }
         | facts[name]
         for name, stages in seconds.items()
         for stage, values in stages.items()
@@ -161,7 +168,9 @@ def _cells(inputs: dict) -> int:
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default=str(ROOT), help="a folder with a config.json (default: Qwen3-VL-2B's shapes)")
+    parser.add_argument(
+        "--model", default=str(ROOT), help="a folder with a config.json (default: Qwen3-VL-2B's shapes)"
+    )
     parser.add_argument("--size", type=int, default=1024, help="pixels on a side of the square image (default 1024)")
     parser.add_argument("--budget", default="200", help="visual tokens, or a share such as 0.2 (default 200)")
     parser.add_argument("--batch", type=int, default=1)
