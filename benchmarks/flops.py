@@ -5,7 +5,7 @@ Two for a multiplication with its addition; matrices and attention scores are co
 
 
 def tower_flops(config, tokens: int) -> float:
-    """The vision tower on `tokens` merged tokens of one image (full attention), patch embedding and mergers included."""
+    """The vision tower on `tokens` merged tokens of one image (full attention), patch embedding and mergers too."""
     v = config.vision_config
     patches, d = tokens * v.spatial_merge_size**2, v.hidden_size
     embed = 2 * patches * v.in_channels * v.temporal_patch_size * v.patch_size**2 * d
@@ -36,7 +36,7 @@ def glance_flops(config, cells: int, text: int) -> float:
 
 
 def method_flops(config, drops: str, native: int, budget: int, text: int, glance: int = 0) -> float:
-    """A prefill in which `native` visual tokens become `budget` where `drops` says, after a glance at `glance` cells."""
+    """A prefill in which `native` visual tokens become `budget` where `drops` says, after a glance of `glance`."""
     head = 2 * config.text_config.hidden_size * config.text_config.vocab_size
     looked = glance_flops(config, glance, text) if glance else 0.0
     if drops == "nowhere":

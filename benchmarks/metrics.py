@@ -1,7 +1,7 @@
 """What is measured of a choice and of an answer. Pure functions of one sample, or of columns of many.
 
-An allocation is `[n, 3]` rows `(scale, y, x)`; a grid is `(h, w)` cells; boxes are (x0, y0, x1, y1) in pixels of an image
-of `size` (height, width). *Homunculus*: tokens per cell, the magnification that each place gets.
+An allocation is `[n, 3]` rows `(scale, y, x)`; a grid is `(h, w)` cells; boxes are (x0, y0, x1, y1) in pixels of an
+image of `size` (height, width). *Homunculus*: tokens per cell, the magnification that each place gets.
 """
 
 import math
@@ -113,7 +113,11 @@ def mcnemar(a: Sequence[bool], b: Sequence[bool]) -> dict[str, float]:
     only_b = sum(bool(y) and not x for x, y in zip(a, b, strict=True))
     n, k = only_a + only_b, min(only_a, only_b)
     tail = sum(math.comb(n, i) for i in range(k + 1))
-    return {"only_a": only_a, "only_b": only_b, "p": min(1.0, float(2 * tail / 2**n) if n < 1000 else _normal_tail(n, k))}
+    return {
+        "only_a": only_a,
+        "only_b": only_b,
+        "p": min(1.0, float(2 * tail / 2**n) if n < 1000 else _normal_tail(n, k)),
+    }
 
 
 def _normal_tail(n: int, k: int) -> float:
@@ -138,4 +142,10 @@ def placement(kept: Tensor, grid: tuple[int, int], boxes: Sequence, size: tuple[
         return dict.fromkeys(names)
     density = homunculus(kept, grid)
     points = pointing_game(density if heat is None else heat, evidence)
-    return dict(zip(names, (evidence_recall(density, evidence), box_mass(density, evidence), box_iou(density, evidence), points), strict=True))
+    return dict(
+        zip(
+            names,
+            (evidence_recall(density, evidence), box_mass(density, evidence), box_iou(density, evidence), points),
+            strict=True,
+        )
+    )

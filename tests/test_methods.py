@@ -108,7 +108,9 @@ class TestEveryMethod:
 
 
 class TestSimple:
-    @pytest.mark.parametrize(("h", "w", "budget"), [(16, 16, 13), (16, 16, 51), (5, 9, 7), (3, 40, 60), (2, 2, 4), (7, 1, 3)])
+    @pytest.mark.parametrize(
+        ("h", "w", "budget"), [(16, 16, 13), (16, 16, 51), (5, 9, 7), (3, 40, 60), (2, 2, 4), (7, 1, 3)]
+    )
     def test_uniform_spends_the_budget_on_distinct_cells_with_even_gaps(self, h, w, budget):
         cells = simple.uniform_cells(h, w, budget)
         assert len(cells) == budget == len(cells.unique(dim=0))
@@ -143,7 +145,8 @@ class TestSimple:
 
 class TestDownscale:
     @pytest.mark.parametrize(
-        ("grid", "budget", "shape"), [((16, 16), 13, (3, 4)), ((16, 16), 26, (5, 5)), ((16, 16), 51, (7, 7)), ((16, 16), 256, (16, 16))]
+        ("grid", "budget", "shape"),
+        [((16, 16), 13, (3, 4)), ((16, 16), 26, (5, 5)), ((16, 16), 51, (7, 7)), ((16, 16), 256, (16, 16))],
     )
     def test_the_shape_of_most_tokens_that_is_hardly_stretched(self, grid, budget, shape):
         assert sorted(downscale.shape_for(*grid, budget)) == sorted(shape)
@@ -236,7 +239,13 @@ class TestVisionZip:
         angle[11:] = torch.tensor([0.0, 0.1, 0.2, 0.1, 1.5, 1.4, 1.6, 1.5, 1.3])
         cells, mix = visionzip.dominant_and_contextual(received, torch.stack([angle.cos(), angle.sin()], 1), k)
         assert cells.tolist() == [*range(11), 11, 15]  # targets evenly spaced among the nine others: first and fifth
-        assert mix[11].nonzero()[:, 0].tolist() == [11, 12, 13, 14] and mix[12].nonzero()[:, 0].tolist() == [15, 16, 17, 18, 19]
+        assert mix[11].nonzero()[:, 0].tolist() == [11, 12, 13, 14] and mix[12].nonzero()[:, 0].tolist() == [
+            15,
+            16,
+            17,
+            18,
+            19,
+        ]
 
     @pytest.mark.parametrize("k", [1, 3, 19, 20])
     def test_every_budget_is_met(self, k):

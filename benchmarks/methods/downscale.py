@@ -15,7 +15,7 @@ from .interface import Method, Outcome, prepare
 
 
 def shape_for(h: int, w: int, budget: int, skew: float = 1.35) -> tuple[int, int]:
-    """The grid of most cells within `budget` whose sides are stretched by at most `skew`, the least skewed of equals."""
+    """The grid of most cells within `budget` whose sides are stretched by at most `skew`, the least so of equals."""
     best = (1, 1)
     score = (0, 0.0)
     for rows in range(1, h + 1):

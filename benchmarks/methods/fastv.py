@@ -1,5 +1,5 @@
-"""FastV: after the second language layer, only the visual tokens that the last token attends to (Chen et al., ECCV 2024,
-arXiv 2403.06764).
+"""FastV: after the second language layer, only the visual tokens that the last token attends to (Chen et al. 2024, arXiv
+2403.06764).
 
 All tokens pass the tower and the first layers; then the K with most attention from the prompt's last token go on. The
 attention is our own q·kᵀ in the second layer, mean over heads, so no backend is changed. Where DeepStack adds features
@@ -21,7 +21,7 @@ RANKED_BY = 1  # the second layer's attention
 
 
 def attention_of_last(query: Tensor, key: Tensor, real: Tensor) -> Tensor:
-    """The last token's attention: `[B, H, D]` scaled queries, `[B, H, L, D]` keys, `[B, L]` bool -> `[B, L]`, head mean."""
+    """Its attention: the last token's scaled queries `[B, H, D]`, keys `[B, H, L, D]`, `[B, L]` bool -> `[B, L]`, mean of heads."""
     scores = torch.einsum("bhd,bhld->bhl", query.float(), key.float())
     return scores.masked_fill(~real[:, None], -torch.inf).softmax(-1).mean(1)
 
@@ -111,12 +111,8 @@ def answer(model, batch, budgets, run) -> Outcome:
                 states = layer(states, attention_mask=mask, position_embeddings=rotary, past_key_values=cache)
             logits = model.lm_head(lm.norm(states[:, -1]))
     is_image = batch.inputs["input_ids"] == model.config.image_token_id
-    kept = [
-        at_scale_1(keep[i, is_image[i]].nonzero()[:, 0].cpu(), w) for i, (_, w) in enumerate(batch.grids)
-    ]
+    kept = [at_scale_1(keep[i, is_image[i]].nonzero()[:, 0].cpu(), w) for i, (_, w) in enumerate(batch.grids)]
     return Outcome(run.decode(torch.stack(tokens, 1)), kept, {})
 
 
-METHODS = [
-    Method("fastv", "in the language model", "FastV, K = 2 (Chen et al. 2024, arXiv 2403.06764)", answer)
-]
+METHODS = [Method("fastv", "in the language model", "FastV, K = 2 (Chen et al. 2024, arXiv 2403.06764)", answer)]

@@ -52,7 +52,7 @@ class Batch:
         if not attention:
             return full, None
         if "attention" not in self._seen:
-            start, merge = clock.now(), model.config.vision_config.spatial_merge_size ** 2
+            start, merge = clock.now(), model.config.vision_config.spatial_merge_size**2
             looks = last.attention([h * w * merge for h, w in self.grids], merge)
             self._seen["attention"] = looks, clock.now() - start
         looks, seconds = self._seen["attention"]

@@ -55,13 +55,17 @@ def replaced(model, perception, budgets, **maps: float):
         relevance = balance(three, perception.weights[i], perception.tensions[i])
         perception.relevance[i], perception.gain[i] = relevance, model.relevance.shaping(relevance)
         perception.allocation[i] = attend(
-            perception.gain[i], perception.detail[i], budgets[i], model.config.allocator, model.config.topk_neighbourhood
+            perception.gain[i],
+            perception.detail[i],
+            budgets[i],
+            model.config.allocator,
+            model.config.topk_neighbourhood,
         )
     return perception
 
 
 def _ours(change=None, swap=None, **fields):
-    """An answering function: config `fields`, `change(model, perception, budgets)`, `swap(model)` a module's stand-in."""
+    """An answering function: config `fields`, `change(model, perception, budgets)`, `swap(model)` a stand-in."""
 
     def answer(model, batch, budgets, run) -> Outcome:
         with config_of(model, **fields), swap(model) if swap else config_of(model):

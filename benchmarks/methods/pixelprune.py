@@ -1,7 +1,7 @@
-"""Pixel redundancy before the tower, after PixelPrune's idea (arXiv 2604.00886): what its neighbours foretell is dropped.
+"""Pixel redundancy before the tower, after PixelPrune's idea (arXiv 2604.00886): what neighbours foretell is dropped.
 
 The paper predicts a patch from those before it and drops it below a threshold. A budget asks for a ranking instead:
-cells by how far their pixels are from the nearest of their left, upper and upper-left neighbour. The question plays no part.
+cells by how far their pixels are from the most alike of three neighbours before them. The question plays no part.
 """
 
 import torch
@@ -24,7 +24,11 @@ def surprise(image: Tensor, cell: int) -> Tensor:
 
 
 def choose(model, batch, i, budget) -> Tensor:
-    return at_scale_1(top(surprise(pixels(model, batch, i), model.config.cell).flatten().cpu(), budget), batch.grids[i][1])
+    return at_scale_1(
+        top(surprise(pixels(model, batch, i), model.config.cell).flatten().cpu(), budget), batch.grids[i][1]
+    )
 
 
-METHODS = [Method("pixelprune", "before the tower", "pixel redundancy (PixelPrune's idea, arXiv 2604.00886)", before(choose))]
+METHODS = [
+    Method("pixelprune", "before the tower", "pixel redundancy (PixelPrune's idea, arXiv 2604.00886)", before(choose))
+]

@@ -1,8 +1,8 @@
-"""LLaVA-PruMerge+: attended tokens and evenly spaced ones, with the pruned merged in (Shang et al. 2024, arXiv 2403.15388).
+"""LLaVA-PruMerge+: attended tokens and evenly spaced ones, the pruned merged in (Shang et al. 2024, arXiv 2403.15388).
 
 The paper takes the outliers of attention (above the third quartile by 1.5 interquartile ranges) and adds evenly spaced
-tokens. With a fixed budget, outliers take up to half of it and evenly spaced tokens the rest. Each kept token becomes the mean of
-itself and its nearest pruned tokens by keys, weighted by attention.
+tokens. With a fixed budget, outliers take up to half of it and evenly spaced tokens the rest. Each kept token becomes
+the mean of itself and its nearest pruned tokens by keys, weighted by attention.
 """
 
 import torch

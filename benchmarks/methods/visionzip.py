@@ -39,5 +39,7 @@ def reduce(tokens: Tokens, budget: int):
 
 
 METHODS = [
-    Method("visionzip", "after the tower", "VisionZip (Yang et al. 2024, arXiv 2412.04467)", after(reduce, attention=True))
+    Method(
+        "visionzip", "after the tower", "VisionZip (Yang et al. 2024, arXiv 2412.04467)", after(reduce, attention=True)
+    )
 ]
