@@ -195,12 +195,17 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
     def _see(self, prompt: "_Prompt", out: ArrCocOutput, known: ArrCocOutput | None):
         if known is not None:
             if list(known.grid) != prompt.grids:
-                raise ValueError(f"known is of images with grids {known.grid}, the inputs have {prompt.grids}.")
+                raise ValueError(
+                    f"known is of images with grids {known.grid}, the inputs have {prompt.grids}: pass what `perceive` "
+                    "returned for these images."
+                )
             out.texture, out.detail = list(known.texture), list(known.detail)
             return
         config = self.config
         for patches, (_, h, w) in zip(prompt.patches, prompt.grid_thw.tolist(), strict=True):
-            pixels = to_pixels(patches, (1, h, w), mean=config.image_mean, std=config.image_std, **self._layout)[0]
+            pixels = to_pixels(
+                patches.float(), (1, h, w), mean=config.image_mean, std=config.image_std, **self._layout
+            )[0]
             out.texture.append(texture(pixels, config.cell, config.texture_groups))
             out.detail.append(detail(pixels, config.cell))
 

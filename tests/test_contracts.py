@@ -507,6 +507,28 @@ def test_a_perception_is_all_that_the_stages_said(groups):
 
 
 @torch.no_grad()
+def test_what_is_known_of_the_images_serves_another_question(model, monkeypatch):
+    first, second = (make_inputs([[(6, 5, 0), (3, 4, 1), q], [(2, 2, 2)]]) for q in ([5, 6], [30, 31]))
+    known = model.perceive(**first, num_visual_tokens=6)
+    wanted = model.perceive(**second, num_visual_tokens=6)
+    monkeypatch.setattr("arr_coc.modeling_arr_coc.texture", None)
+    got = model.perceive(**second, num_visual_tokens=6, known=known)
+    assert same(got.allocation, wanted.allocation) and same(got.relevance, wanted.relevance)
+    with pytest.raises(ValueError, match="known is of images with grids .* `perceive` returned"):
+        model.perceive(**make_inputs([[(6, 5, 0)]]), known=known)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_pixels_of_another_dtype_are_accepted_as_in_stock(model, dtype):
+    inputs = make_inputs([[(5, 4, 0), [5]]])
+    other = inputs | {"pixel_values": inputs["pixel_values"].to(dtype)}
+    got = model(**other, num_visual_tokens=6)
+    wanted = model(**inputs, perception=model.perceive(**other, num_visual_tokens=6))
+    close(got.logits, wanted.logits, torch.bfloat16)
+
+
+@torch.no_grad()
 def test_another_normalisation_of_the_pixels_is_undone():
     """What is perceived is the picture, not the processor's numbers."""
     inputs = make_inputs([[(5, 5, 0), [5]]])
