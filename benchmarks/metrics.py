@@ -72,22 +72,22 @@ def distinctiveness(densities: Sequence[Tensor]) -> float:
     return float(apart[~torch.eye(n, dtype=torch.bool)].mean())
 
 
-def calibration(scores: Tensor, truth: Tensor, bins: int = 10) -> tuple[float, list[dict]]:
-    """How far a heat map can be read as the chance that a cell is evidence.
+def reliability(scores: Tensor, truth: Tensor, bins: int = 10) -> Tensor:
+    """How a heat map's values and the evidence agree: `[N]` in [0, 1], `[N]` bool -> `[bins, 3]` float64.
 
-    `[N]` in [0, 1] and `[N]` bool over any number of images -> the expected calibration error (Naeini et al. 2015) and
-    the reliability diagram: `low, high, n, score, share` of each bin that holds a cell.
+    Of the cells in each bin their number, the sum of their scores, and how many are evidence: counts of several images
+    add up.
     """
     scores, truth = scores.double().flatten(), truth.double().flatten()
     number = (scores * bins).long().clamp(0, bins - 1)
-    rows, error = [], 0.0
-    for b in number.unique().tolist():
-        at = number == b
-        row = {"low": b / bins, "high": (b + 1) / bins, "n": int(at.sum())}
-        row |= {"score": float(scores[at].mean()), "share": float(truth[at].mean())}
-        error += row["n"] / len(scores) * abs(row["score"] - row["share"])
-        rows.append(row)
-    return error, rows
+    columns = (torch.ones_like(scores), scores, truth)
+    return torch.stack([torch.zeros(bins).double().index_add_(0, number, x) for x in columns], 1)
+
+
+def calibration_error(counts: Tensor) -> float:
+    """Expected calibration error of `reliability`'s counts (Naeini et al. 2015): 0 where scores are chances."""
+    n, scores, truth = counts.T
+    return float(((scores - truth).abs().sum() / n.sum().clamp(min=1)))
 
 
 # ------------------------------------------------------------------------------------------------ answers

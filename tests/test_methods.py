@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from benching import sample, small_model, tiny_processor
 from PIL import Image
-from transformers import AutoProcessor
 
-from arr_coc import ArrCocConfig, ArrCocForConditionalGeneration
+from arr_coc import ArrCocConfig
 from arr_coc.attending import tokens_per_cell
 from arr_coc.checkpoints.make_tiny import TINY
 from arr_coc.texture import to_patches
@@ -29,36 +29,15 @@ from benchmarks.methods import (
 from benchmarks.methods.interface import Clock, LastTowerLayer, Run, top
 from benchmarks.methods.pixelprune import surprise
 
-VISION = {"depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "out_hidden_size": 48}
-TEXT = {"num_hidden_layers": 4, "hidden_size": 48, "intermediate_size": 96, "num_attention_heads": 4}
-TEXT |= {"num_key_value_heads": 2, "head_dim": 32, "initializer_range": 0.2}
-
 
 @pytest.fixture(scope="module")
 def processor():
-    return AutoProcessor.from_pretrained(TINY)
+    return tiny_processor()
 
 
 @pytest.fixture(scope="module")
 def small():
-    """The tiny checkpoint's classes and vocabulary with random weights, a twentieth of its size."""
-    fields = ArrCocConfig.from_pretrained(TINY).to_dict()
-    fields["vision_config"] |= VISION | {"deepstack_visual_indexes": [0, 1], "initializer_range": 0.2}
-    fields["text_config"] |= TEXT
-    ids = AutoProcessor.from_pretrained(TINY).tokenizer.convert_tokens_to_ids(["<|im_start|>", "user", "<|im_end|>"])
-    fields |= {"glance_tokens": 8, "user_turn_token_ids": ids[:1], "turn_end_token_id": ids[2]}
-    torch.manual_seed(0)
-    model = ArrCocForConditionalGeneration._from_config(ArrCocConfig(**fields), attn_implementation="sdpa").eval()
-    model.generation_config.eos_token_id, model.generation_config.pad_token_id = [ids[2]], 0
-    return model
-
-
-def sample(i: int, h: int = 6, w: int = 8) -> dict:
-    rng = np.random.default_rng(i)
-    image = np.kron(rng.integers(0, 255, (h * 4, w * 4, 3)), np.ones((8, 8, 1))).astype(np.uint8)
-    words = ("what colour is the star?", "point to the umbrella", "how many anchors are there in all?")
-    boxes = [(40, 40, 90, 100)]
-    return {"id": f"s{i}", "image": Image.fromarray(image), "question": words[i % 3], "boxes": boxes}
+    return small_model()
 
 
 @pytest.fixture(scope="module")

@@ -65,10 +65,11 @@ class TestChoices:
 
     def test_calibration(self):
         scores = torch.tensor([0.05, 0.05, 0.95, 0.95])
-        error, rows = metrics.calibration(scores, torch.tensor([False, False, True, False]))
-        assert [r["n"] for r in rows] == [2, 2] and rows[1]["share"] == 0.5
-        assert error == pytest.approx(0.5 * 0.05 + 0.5 * 0.45)
-        assert metrics.calibration(torch.tensor([1.0]), torch.tensor([True]))[0] == 0
+        counts = metrics.reliability(scores, torch.tensor([False, False, True, False]))
+        assert counts[:, 0].tolist() == [2, *[0] * 8, 2] and counts[9].tolist() == pytest.approx([2, 1.9, 1])
+        assert metrics.calibration_error(counts) == pytest.approx(0.5 * 0.05 + 0.5 * 0.45)
+        assert metrics.calibration_error(2 * counts) == metrics.calibration_error(counts)
+        assert metrics.calibration_error(metrics.reliability(torch.ones(1), torch.tensor([True]))) == 0
 
 
 class TestAnswers:

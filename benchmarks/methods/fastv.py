@@ -1,4 +1,4 @@
-"""FastV: after the second language layer, only the visual tokens that the last token attends to (Chen et al. 2024, arXiv
+"""FastV: past the second language layer, only visual tokens that the last token attends to (Chen et al. 2024, arXiv
 2403.06764).
 
 All tokens pass the tower and the first layers; then the K with most attention from the prompt's last token go on. The
@@ -21,7 +21,7 @@ RANKED_BY = 1  # the second layer's attention
 
 
 def attention_of_last(query: Tensor, key: Tensor, real: Tensor) -> Tensor:
-    """Its attention: the last token's scaled queries `[B, H, D]`, keys `[B, H, L, D]`, `[B, L]` bool -> `[B, L]`, mean of heads."""
+    """Mean over heads of what it pays: scaled queries `[B, H, D]`, keys `[B, H, L, D]`, `[B, L]` bool -> `[B, L]`."""
     scores = torch.einsum("bhd,bhld->bhl", query.float(), key.float())
     return scores.masked_fill(~real[:, None], -torch.inf).softmax(-1).mean(1)
 
