@@ -9,6 +9,8 @@ asked here. Absolute seconds mean little on a shared machine: read the ratios.
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import statistics
@@ -59,7 +61,7 @@ def random_inputs(config: ArrCocConfig, size: int, batch: int, device: str, word
     ends = (config.image_token_id, config.turn_end_token_id, config.vision_start_token_id, config.vision_end_token_id)
     question = torch.randint(5, min(ends), (words,), generator=generator).tolist()
     prompt = [*config.user_turn_token_ids, config.vision_start_token_id, *[config.image_token_id] * grid**2]
-    prompt += [config.vision_end_token_id, *question, config.turn_end_token_id, *config.user_turn_token_ids]
+    prompt += [config.vision_end_token_id, *question, config.turn_end_token_id, config.user_turn_token_ids[0], 5, 6]
     ids = torch.tensor([prompt] * batch, device=device)
     side = size // vision.patch_size
     return {
@@ -82,6 +84,8 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self.start = torch.cuda.memory_allocated()
             return self
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # or what an earlier method freed would hide what this one takes
         self.start = self.most = _resident()
         self.running = True
         self.thread = threading.Thread(target=self._watch, daemon=True)
