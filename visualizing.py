@@ -3,7 +3,8 @@
 - `relevance_overlay`: where the image is relevant to the question
 - `score_maps`: the three ways of knowing, side by side
 - `what_the_model_sees`: the image rebuilt from its tokens
-- `homunculus`: the tokens as a map, and the image with each place enlarged by its share of them
+- `homunculus`: the tokens as a map, and the image with each place enlarged by its share of them; bare, without
+  titles, these two are `token_map` and `magnified`
 - `tension_bars`: the balances between opponents
 - `summary`: all of these, the question and its answers on one sheet
 
@@ -147,16 +148,16 @@ def _score_panels(image: Image.Image, maps: Mapping[str, object]) -> list[Image.
 def _homunculus_panels(image: Image.Image, allocation: np.ndarray, grid: tuple[int, int]) -> list[Image.Image]:
     scales, counts = np.unique(allocation[:, 0], return_counts=True)
     legend = [(_colour(s), f"{n} at scale {s}") for s, n in zip(scales.tolist(), counts, strict=True)]
-    warped = _warp(_picture(image), _density(allocation, grid))
     return [
-        _panel(_token_map(_picture(image), allocation, grid), "Tokens", legend or "none"),
-        _panel(warped, "Homunculus", "each place as large as its share of tokens"),
+        _panel(token_map(image, allocation, grid), "Tokens", legend or "none"),
+        _panel(magnified(image, allocation, grid), "Homunculus", "each place as large as its share of tokens"),
     ]
 
 
-def _token_map(image: Image.Image, allocation: np.ndarray, grid: tuple[int, int]) -> Image.Image:
+def token_map(image: Image.Image, allocation, grid: Sequence[int]) -> Image.Image:
     """Every token's outline over the faded image, coloured by scale."""
-    h, w = grid
+    allocation, (h, w) = _tokens(allocation, grid)
+    image = _picture(image)
     cell = max(6, round(2 * _WIDTH / w))
     faded = np.asarray(image.convert("L").resize((w * cell, h * cell), Image.Resampling.LANCZOS))[..., None]
     picture = _image(faded * 0.45 + np.array(PAPER) * 0.52)
@@ -171,6 +172,11 @@ def _token_map(image: Image.Image, allocation: np.ndarray, grid: tuple[int, int]
     for colour, box in boxes:
         ImageDraw.Draw(picture).rectangle(box, None, colour, max(2, cell // 14))
     return picture
+
+
+def magnified(image: Image.Image, allocation, grid: Sequence[int]) -> Image.Image:
+    """The image with each place as large as its share of the tokens: the homunculus's second panel, bare."""
+    return _warp(_picture(image), _density(*_tokens(allocation, grid)))
 
 
 def _density(allocation: np.ndarray, grid: tuple[int, int]) -> np.ndarray:
