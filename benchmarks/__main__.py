@@ -36,7 +36,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tasks", default="scenes", help="names, or `scenes` for normal, hard and heldout")
     p.add_argument("--methods", default="main", help="names, `main`, `ablations` or `all`")
     p.add_argument("--budgets", type=budgets, default=[0.05, 0.1, 0.2, 0.35, 0.5], help="shares of the native tokens")
-    p.add_argument("--n", type=int, default=500, help="questions of each task (default 500)")
+    p.add_argument("--questions", "--n", dest="n", type=int, default=500, help="questions of each task (default 500)")
     p.add_argument("--batch", type=int, default=16)
     p.add_argument("--out", required=True, help="the run's folder; the same again goes on where it stopped")
     p.add_argument("--device", help="cpu, cuda, ... (default: what accelerate finds)")

@@ -5,7 +5,8 @@
   methods or processes if they are asked for.
 - `run.json` holds what decides an answer: sources, weights, dtype. Rows of another code are refused.
 - All methods see a batch before the next batch is made, so that a run stopped early is still a fair comparison.
-- `accelerate launch --num_processes 2 -m benchmarks run ...` shares the batches out.
+- `accelerate launch --multi_gpu --num_processes 2 -m benchmarks run --questions 500 ...` shares the batches out, on
+  CPUs too (`--device cpu`).
 """
 
 import hashlib
@@ -102,21 +103,27 @@ def open_run(out: Path, said: dict) -> dict:
 
 
 def read_rows(path: Path) -> Iterator[dict]:
-    """The whole lines of a JSONL file; what a kill left of a last line is cut off it.
+    """The whole lines of a JSONL file. What a kill left of a last line, or another process has yet to write, is no row.
 
     Raises:
         Refused: for a line that is whole but no row.
     """
-    with open(path, "rb+") as file:
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             if not line.endswith(b"\n"):
-                file.seek(-len(line), os.SEEK_CUR)
-                file.truncate()
                 return
             try:
                 yield json.loads(line)
             except json.JSONDecodeError as error:
                 raise Refused(f"{path}, line {number} is damaged ({error}): remove that line.") from error
+
+
+def mend(path: Path):
+    """Cuts off what a kill left of a last line."""
+    if path.exists():
+        whole = path.read_bytes().rfind(b"\n") + 1
+        if whole < path.stat().st_size:
+            os.truncate(path, whole)
 
 
 def rows_of(out: Path) -> list[dict]:
@@ -208,18 +215,16 @@ def run(
 ) -> Path:
     """Answers what is not answered yet; returns the folder. `said` is from `facts`."""
     open_run(out, said)
-    done = {key(row) for row in rows_of(out)} if processes == 1 or process == 0 else None
-    if done is None:  # another process may be cutting a torn line off its own file: only read, and never cut, others'
-        done = {key(row) for path in out.glob("rows-*.jsonl") for row in _peek(path)}
-    pairs = plan(methods, budgets)
-    with open(out / f"rows-{process}.jsonl", "a", encoding="utf-8") as file:
+    done, pairs = {key(row) for row in rows_of(out)}, plan(methods, budgets)
+    own = out / f"rows-{process}.jsonl"
+    mend(own)
+    with open(own, "a", encoding="utf-8") as file:
         for task in todo:
             bar = tqdm(total=n * len(pairs), desc=task.name, unit="answer", position=process, mininterval=5)
             rows = iter(task.rows(n))
             number = -1
             while samples := list(islice(rows, batch_size)):
                 number += 1
-                bar.update(0)
                 if number % processes != process:
                     bar.update(len(samples) * len(pairs))
                     continue
@@ -238,13 +243,6 @@ def run(
                     bar.update(len(new))
             bar.close()
     return out
-
-
-def _peek(path: Path) -> Iterator[dict]:
-    with open(path, encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)
 
 
 # ------------------------------------------------------------------------------------------------ what rows say
