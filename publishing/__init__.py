@@ -1,0 +1,1 @@
+"""How ARR-COC gets to the Hub: `publish.py` is the command line."""
