@@ -63,17 +63,17 @@ class Unreadable(ValueError):
     """A file that cannot be used; the message names it and the mend."""
 
 
-def files(folder: Path) -> dict[str, list[Path]]:
+def files(folder: Path, allow_empty: bool = False) -> dict[str, list[Path]]:
     """Each config's Parquet files under `folder/<config>/`, checked to be whole and of the config's columns.
 
     Raises:
-        Unreadable: for a truncated or foreign file, and where there is no file at all. None is skipped.
+        Unreadable: for a truncated or foreign file, and unless `allow_empty` where there is no file. None is skipped.
     """
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     found = {config: sorted(folder.glob(f"{config}/*.parquet")) for config in SCHEMAS}
-    if not any(found.values()):
+    if not allow_empty and not any(found.values()):
         raise Unreadable(f"{folder} holds no rows: run `python -m benchmarks run` and `... collect`, or give --data.")
     for config, paths in found.items():
         for path in paths:

@@ -1,0 +1,151 @@
+"""The report's plots: accuracy against tokens and latency, speed against resolution, evidence kept."""
+
+import io
+from collections import defaultdict
+from pathlib import Path
+
+from .sql import select
+
+INK, GREY = "#1c202c", "#9aa1ad"
+COLOURS = {"arr_coc": "#e8590c", "downscale": "#0c8599", "stock": INK, "oracle": "#4c51bf", "blind": "#b35c9e"}
+COLOURS |= {"downscale_latency": "#66b2bf", "random": "#8a9a5b", "arr_coc_texture": "#f2a36b"}
+
+
+def draw(con, folder: Path) -> list[str]:
+    """Every plot that has rows, as PNG; the names of those that changed."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    style = {"font.size": 9, "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": GREY}
+    changed = []
+    with matplotlib.rc_context(style | {"svg.hashsalt": "arr-coc", "figure.dpi": 150}):
+        for name, plot in PLOTS.items():
+            figure = plot(con, plt)
+            if figure is None:
+                continue
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format="png", metadata={"Software": None}, bbox_inches="tight")
+            plt.close(figure)
+            path = folder / f"{name}.png"
+            if not path.exists() or path.read_bytes() != buffer.getvalue():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(buffer.getvalue())
+                changed.append(path.name)
+    return changed
+
+
+def _panels(plt, titles, width=3.6):
+    figure, axes = plt.subplots(1, len(titles), figsize=(width * len(titles), 3.2), squeeze=False, layout="constrained")
+    for axis, title in zip(axes[0], titles, strict=True):
+        axis.set_title(title, fontsize=9, loc="left")
+        axis.grid(alpha=0.25)
+    return figure, axes[0]
+
+
+def _lines(axis, series: dict, marker="o"):
+    """Methods' lines `{method: [(x, y), ...]}`; named ones coloured, the others grey."""
+    for method in sorted(series, key=lambda m: (m in COLOURS, m)):
+        points = sorted(series[method])
+        colour = COLOURS.get(method, GREY)
+        strong = method in COLOURS
+        axis.plot(*zip(*points, strict=True), marker=marker, ms=3 if strong else 2, lw=2 if method == "arr_coc" else 1,
+                  color=colour, alpha=1 if strong else 0.5, label=method if strong else None)  # fmt: skip
+
+
+def _legend(figure, axes):
+    handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+
+
+def accuracy_tokens(con, plt):
+    """Accuracy against tokens: a panel a task, other methods grey, stock a dashed line."""
+    _, rows = select(con, "SELECT task, method, budget, accuracy FROM score WHERE question_type = '*' ORDER BY ALL")
+    rows = [r for r in rows if not r[1].startswith(("no_", "oracle_", "arr_coc_", "untrained"))]
+    tasks = sorted({r[0] for r in rows})
+    if not tasks:
+        return None
+    figure, axes = _panels(plt, tasks)
+    for axis, task in zip(axes, tasks, strict=True):
+        series = defaultdict(list)
+        for _, method, budget, accuracy in (r for r in rows if r[0] == task):
+            series[method].append((100 * budget, accuracy))
+        for _, accuracy in series.pop("stock", []):
+            axis.axhline(accuracy, color=INK, ls="--", lw=1, label="stock")
+        _lines(axis, series)
+        axis.set(xlabel="visual tokens, % of native", xscale="log", xticks=[5, 10, 20, 50], xticklabels=[5, 10, 20, 50])
+        axis.minorticks_off()
+    axes[0].set_ylabel("accuracy")
+    _legend(figure, axes)
+    return figure
+
+
+def accuracy_latency(con, plt):
+    """Accuracy against mean seconds of an answer, selection included."""
+    _, rows = select(con, "SELECT task, method, seconds_mean, accuracy FROM told ORDER BY ALL")
+    rows = [r for r in rows if not r[1].startswith(("no_", "oracle", "untrained"))]
+    tasks = sorted({r[0] for r in rows})
+    if not tasks:
+        return None
+    figure, axes = _panels(plt, tasks)
+    for axis, task in zip(axes, tasks, strict=True):
+        series = defaultdict(list)
+        for _, method, seconds, accuracy in (r for r in rows if r[0] == task):
+            series[method].append((1e3 * seconds, accuracy))
+        _lines(axis, series)
+        axis.set(xlabel="milliseconds an answer", xscale="log")
+    axes[0].set_ylabel("accuracy")
+    _legend(figure, axes)
+    return figure
+
+
+def speed_resolution(con, plt):
+    """A prefill's time over stock's, against the image's tokens."""
+    _, rows = select(
+        con,
+        "SELECT shape, device, batch, round(budget_tokens / native_tokens, 2), method, native_tokens, ratio_to_stock "
+        "FROM timed WHERE stage = '*' ORDER BY ALL",
+    )
+    groups = sorted({r[:4] for r in rows if abs(r[3] - 0.2) < 0.03})
+    if not groups:
+        return None
+    figure, axes = _panels(plt, [f"{s}, {d}, batch {b}, {share:.0%}" for s, d, b, share in groups])
+    for axis, group in zip(axes, groups, strict=True):
+        series = defaultdict(list)
+        for *_, method, native, ratio in (r for r in rows if r[:4] == group):
+            series[method].append((native, ratio))
+        for method, points in sorted(series.items()):
+            axis.plot(*zip(*sorted(points), strict=True), marker="o", ms=3, lw=1, label=method)
+        axis.set(xlabel="native visual tokens", xscale="log")
+        axis.legend(fontsize=6, frameon=False)
+    axes[0].set_ylabel("prefill, share of stock's")
+    return figure
+
+
+def evidence_tokens(con, plt):
+    """Share of the evidence cells kept at scale 1, and IoU, against tokens."""
+    _, rows = select(
+        con,
+        "SELECT method, budget, avg(evidence_recall), avg(iou) FROM one WHERE evidence_boxes > 0 AND budget < 1 "
+        "AND NOT starts_with(method, 'downscale') AND NOT starts_with(method, 'no_') GROUP BY ALL ORDER BY ALL",
+    )
+    if not rows:
+        return None
+    figure, axes = _panels(plt, ["evidence cells kept at scale 1", "overlap (IoU) with the evidence"])
+    for axis, column in zip(axes, (2, 3), strict=True):
+        series = defaultdict(list)
+        for row in rows:
+            series[row[0]].append((100 * row[1], row[column]))
+        _lines(axis, series)
+        axis.set(xlabel="visual tokens, % of native", ylim=(0, 1.02))
+    _legend(figure, axes)
+    return figure
+
+
+PLOTS = {
+    "accuracy_tokens": accuracy_tokens,
+    "accuracy_latency": accuracy_latency,
+    "speed_resolution": speed_resolution,
+    "evidence_tokens": evidence_tokens,
+}
