@@ -1,0 +1,253 @@
+"""The app's markup: pure functions from answers and perceptions to HTML. All text is escaped, all pictures are inline.
+
+Colours come from the page's own variables, so that light and dark need one set of rules.
+"""
+
+import base64
+import html
+import io
+from collections.abc import Iterable
+
+from PIL import Image
+
+from arr_coc.balancing import TENSIONS
+from arr_coc.visualizing import NOTES, magnified, relevance_overlay, token_map, what_the_model_sees
+
+OPPONENTS = {  # what leaning to either side means
+    "compress": "spread thinly",
+    "particularize": "ask what matters here",
+    "exploit": "go where things stand out",
+    "explore": "look where nothing does",
+    "focus": "stay on the strongest spots",
+    "diversify": "reach far from them",
+}
+
+
+def figure(picture: Image.Image, title: str, note: str = "", *, wide: int = 640) -> str:
+    """A picture with its caption."""
+    shown = picture.copy()
+    shown.thumbnail((wide, wide), Image.Resampling.LANCZOS)
+    stored = io.BytesIO()
+    shown.convert("RGB").save(stored, "WEBP", quality=86)
+    source = base64.b64encode(stored.getvalue()).decode()
+    return (
+        f'<figure><img src="data:image/webp;base64,{source}" alt="{_e(title)}: {_e(note)}" width="{shown.width}" '
+        f'height="{shown.height}"><figcaption><b>{_e(title)}</b> {_e(note)}</figcaption></figure>'
+    )
+
+
+def race(state: dict | None, note: str = "") -> str:
+    """Both answers with what they cost, under the ratios. `state` is what `answering.answers` yields."""
+    ours, stock = (state or {}).get("arr_coc"), (state or {}).get("stock")
+    return f"""<div class="race">{_headline(ours, stock)}<div class="arms">
+{_arm("ARR-COC", "reads only what the question needs", ours, stock, "ours", note if not ours else "")}
+{_arm("Qwen3-VL", "reads the whole image", stock, ours, "stock", "waits for its turn" if ours and not stock else note)}
+</div></div>"""
+
+
+def _headline(ours: dict | None, stock: dict | None) -> str:
+    if not (ours and stock):
+        return '<div class="ratios waiting" aria-hidden="true"><div><b>–</b><span>&nbsp;</span></div></div>'
+    ratios = [
+        (stock["tokens"] / ours["tokens"], "fewer visual tokens", "the same visual tokens", "more visual tokens"),
+        (stock["kv_bytes"] / ours["kv_bytes"], "less KV memory", "the same KV memory", "more KV memory"),
+        (stock["first"] / ours["first"], "sooner to its first word", "as soon to its first word", "later here"),
+    ]
+    return '<div class="ratios">' + "".join(f"<div>{_ratio(*ratio)}</div>" for ratio in ratios) + "</div>"
+
+
+def _ratio(value: float, better: str, same: str, worse: str) -> str:
+    if 0.95 <= value <= 1.05:
+        return f"<b>1×</b><span>{same}</span>"
+    shown = max(value, 1 / value)
+    kind = "" if value > 1 else ' class="worse"'
+    return f"<b{kind}>{shown:.{1 if shown < 10 else 0}f}×</b><span>{better if value > 1 else worse}</span>"
+
+
+def _arm(name: str, motto: str, run: dict | None, other: dict | None, kind: str, note: str) -> str:
+    answer = _e(run["answer"]) or "…" if run else f'<span class="idle">{_e(note) or "…"}</span>'
+    writing = ' <span class="caret" aria-hidden="true"></span>' if run and not run["done"] else ""
+    most = max((r["tokens"] for r in (run, other) if r), default=0)
+    share = 100 * run["tokens"] / most if run else 0
+    rows = [("visual tokens", f"{run['tokens']:,}" if run else "–")]
+    rows += [("first word", seconds(run["first"]) if run else "–")]
+    rows += [("whole answer", seconds(run["seconds"]["total"]) if run and run["done"] else "–")]
+    rows += [("KV memory", size(run["kv_bytes"]) if run else "–")]
+    numbers = "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in rows)
+    return (
+        f'<section class="arm {kind}"><h3>{name}</h3><p class="motto">{motto}</p>'
+        f'<p class="answer">{answer}{writing}</p>'
+        f'<div class="meter" aria-hidden="true"><i style="width:{share:.1f}%"></i></div><dl>{numbers}</dl></section>'
+    )
+
+
+def progress(share: float, text: str) -> str:
+    """What is happening, as a bar with words. Nothing at the end."""
+    if share >= 1:
+        return f'<div class="progress done" role="status">{_e(text)}</div>'
+    return (
+        f'<div class="progress" role="status"><div class="bar" role="progressbar" aria-label="{_e(text)}" '
+        f'aria-valuemin="0" aria-valuemax="100" aria-valuenow="{100 * share:.0f}"><i style="width:{100 * share:.0f}%">'
+        f"</i></div>{_e(text)}</div>"
+    )
+
+
+def looked(image: Image.Image, perception) -> str:
+    """Everything under the slider: relevance, the three ways of knowing, the homunculus, tensions, numbers."""
+    allocation, grid = perception.allocation[0], perception.grid[0]
+    cards = [figure(relevance_overlay(image, perception.relevance[0]), "Relevance", "where this question looks")]
+    cards += [figure(token_map(image, allocation, grid), "Tokens", _legend(allocation))]
+    cards += [figure(magnified(image, allocation, grid), "Homunculus", "each place as large as its share of tokens")]
+    ways = [
+        figure(relevance_overlay(image, getattr(perception, name)[0]), name.capitalize(), NOTES[name], wide=480)
+        for name in NOTES
+    ]
+    return (
+        f'<div class="looked"><div class="figures">{"".join(cards)}</div><h3>Three ways of knowing make it</h3>'
+        f'<div class="figures">{"".join(ways)}</div><div class="halves"><div><h3>What was weighed against what</h3>'
+        f"{tensions(perception.tensions[0].tolist())}</div><div><h3>In numbers</h3>{numbers(perception)}</div></div>"
+        "</div>"
+    )
+
+
+def tensions(values: Iterable[float]) -> str:
+    """Three balances, each a beam that tilts to the stronger of its two opponents."""
+    out = []
+    for name, value in zip(TENSIONS, values, strict=True):
+        left, right = name.split("↔")
+        tilt, stronger = 16 * (value - 0.5), left if value < 0.5 else right
+        said = "in balance" if abs(value - 0.5) < 0.01 else f"leans to {stronger}"
+        sides = "".join(
+            f'<span class="{"strong" if who == stronger and said != "in balance" else ""}"><b>{who}</b>'
+            f"<small>{OPPONENTS[who]}</small></span>"
+            for who in (left, right)
+        )
+        out.append(
+            f'<div class="balance" role="img" aria-label="{left} against {right}: {value:.2f}, {said}">'
+            f'<svg viewBox="0 0 200 44" aria-hidden="true"><path class="post" d="M100 20l10 20h-20z"/>'
+            f'<g transform="rotate({tilt:.2f} 100 20)"><path class="beam" d="M14 20h172"/>'
+            f'<circle class="weight" cx="{14 + 172 * value:.1f}" cy="13" r="7"/></g></svg>'
+            f'<div class="sides">{sides}</div></div>'
+        )
+    return f'<div class="balances">{"".join(out)}</div>'
+
+
+def numbers(perception) -> str:
+    """The allocation's figures as a table."""
+    allocation, (h, w) = perception.allocation[0], perception.grid[0]
+    rows = [("grid of the image", f"{h} × {w} = {h * w:,} cells"), ("budget", f"{perception.budget[0]:,} tokens")]
+    for scale in (1, 2, 4):
+        count = int((allocation[:, 0] == scale).sum())
+        rows.append((f"tokens that show {scale} × {scale} cell{'s' * (scale > 1)}", f"{count:,}"))
+    weights = ", ".join(f"{x:.2f}" for x in perception.weights[0].tolist())
+    rows.append(("weights of the three balances", weights))
+    rows += [(f"time for {stage}", seconds(taken)) for stage, taken in perception.seconds.items()]
+    body = "".join(f'<tr><th scope="row">{_e(k)}</th><td>{v}</td></tr>' for k, v in rows)
+    return f'<table class="numbers"><tbody>{body}</tbody></table>'
+
+
+def grid_of_questions(image: Image.Image, done: list[tuple[str, dict, object]]) -> str:
+    """The same image under several questions: `(question, run, perception)` each."""
+    cards = [
+        f"<li>{figure(relevance_overlay(image, seen.relevance[0]), question, wide=420)}"
+        f'<p class="answer">{_e(run["answer"]) or "…"}</p><p class="cost">{run["tokens"]:,} tokens</p></li>'
+        for question, run, seen in done
+    ]
+    return f'<ul class="cards">{"".join(cards)}</ul>'
+
+
+def strip_of_budgets(image: Image.Image, done: list[tuple[str, dict, object]]) -> str:
+    """The same question at several budgets: `(budget, run, perception)` each, what the model sees and says."""
+    cards = []
+    for budget, run, seen in done:
+        shown = what_the_model_sees(image, seen.allocation[0], seen.grid[0])
+        cost = f"{run['tokens']:,} tokens · first word {seconds(run['first'])}"
+        cards.append(
+            f'<li>{figure(shown, budget, "of the tokens", wide=420)}<p class="answer">{_e(run["answer"]) or "…"}</p>'
+            f'<p class="cost">{cost}</p></li>'
+        )
+    return f'<ol class="cards">{"".join(cards)}</ol>'
+
+
+def header(model: str, revision: str | None, kind: str) -> str:
+    """What this page shows, in one look, and which model it is."""
+    at = f" at <code>{_e(revision[:7])}</code>" if revision else ""
+    small = " It is small and knows rendered scenes: shapes, colours, signs." if kind == "scenes" else ""
+    return (
+        '<header class="top"><h1>Look where the question points</h1><p class="lead">One model, twice. '
+        "<b>Qwen3-VL</b> reads every part of your image. <b>ARR-COC</b> first asks which parts matter for this question, "
+        f"and reads those.</p><p class='model'>Model: <code>{_e(model)}</code>{at}.{small}</p></header>"
+    )
+
+
+def api_text(model: str, mcp: bool) -> str:
+    """How to call this app from a program, as Markdown."""
+    tools = (
+        "The same functions are tools over MCP, at `/gradio_api/mcp/` of this address."
+        if mcp
+        else "MCP is off: this installation lacks the extra `gradio[mcp]`. `pip install 'gradio[mcp]'` turns it on."
+    )
+    return f"""## From a program
+```python
+from gradio_client import Client, handle_file
+
+client = Client("ADDRESS OF THIS PAGE")
+report, seen, relevance, homunculus = client.predict(
+    handle_file("photo.jpg"), "What does the sign say?", "20%", api_name="/compare"
+)
+print(report["arr_coc"]["answer"], report["ratio"])
+
+client.predict(handle_file("photo.jpg"), ["What is this?", "Where is it?"], "20%", api_name="/questions")
+client.predict(handle_file("photo.jpg"), "What is this?", ["5%", "20%", "all"], api_name="/budgets")
+client.predict("SELECT * FROM summary", api_name="/sql")
+client.predict(api_name="/about")
+```
+`/compare` gives both answers with tokens, seconds and bytes, then three pictures; its model is `{model}`.
+
+{tools}
+"""
+
+
+def plots(paths: Iterable) -> str:
+    """The benchmark's plots, large."""
+    cards = [figure(Image.open(path), path.stem.replace("_", " ").capitalize(), wide=1400) for path in paths]
+    return f'<div class="plots">{"".join(cards)}</div>'
+
+
+def rows(names: list[str], values: list[tuple], remark: str) -> str:
+    """A query's rows as a table that scrolls within itself."""
+    head = "".join(f'<th scope="col">{_e(name)}</th>' for name in names)
+    body = "".join("<tr>" + "".join(f"<td>{_cell(v)}</td>" for v in row) + "</tr>" for row in values)
+    return (
+        f'<p role="status">{_e(remark)}</p><div class="rows" tabindex="0" role="region" aria-label="rows"><table>'
+        f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(value) -> str:
+    text = "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
+    return _e(text if len(text) <= 200 else text[:199] + "…")
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value * 1e3:.0f} ms" if value < 1 else f"{value:.1f} s"
+
+
+def size(value: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if value < 1000:
+            return f"{value:.{0 if value >= 100 or unit == 'B' else 1}f} {unit}"
+        value /= 1000
+    return f"{value:.2f} GB"
+
+
+def _legend(allocation) -> str:
+    counts = [(scale, int((allocation[:, 0] == scale).sum())) for scale in (1, 2, 4)]
+    names = {1: "fine", 2: "coarse", 4: "coarser"}
+    return ", ".join(f"{count:,} {names[scale]}" for scale, count in counts if count)
+
+
+def _e(text: str) -> str:
+    return html.escape(str(text))
