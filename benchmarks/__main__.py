@@ -78,33 +78,42 @@ def main(argv=None) -> int:
     if argv[:1] == ["speed"]:  # its own parser, also reached as `python -m benchmarks.speed`
         from .speed import main as speed
 
-        return speed(argv[1:]) or 0
+        return _said(lambda: speed(argv[1:]))
     args = parser().parse_args(argv)
+    return _said(lambda: command(args))
+
+
+def _said(run) -> int:
+    """Runs, and turns a refusal into its message."""
     try:
-        if args.command == "run":
-            from .runner import main as run
-
-            return run(args)
-        if args.command == "collect":
-            from .collect import main as collect
-
-            return collect(args)
-        if args.command == "probe":
-            from .probe import main as probe
-
-            return probe(args)
-        if args.command == "sql":
-            from .sql import main as sql
-
-            return sql(args)
-        if args.command == "report":
-            from .report import main as report
-
-            return report(args)
-        return show()
+        return run()
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+
+
+def command(args) -> int:
+    if args.command == "run":
+        from .runner import main as run
+
+        return run(args)
+    if args.command == "collect":
+        from .collect import main as collect
+
+        return collect(args)
+    if args.command == "probe":
+        from .probe import main as probe
+
+        return probe(args)
+    if args.command == "sql":
+        from .sql import main as sql
+
+        return sql(args)
+    if args.command == "report":
+        from .report import main as report
+
+        return report(args)
+    return show()
 
 
 def show() -> int:
