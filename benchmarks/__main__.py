@@ -65,6 +65,10 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--data", default=str(DATA), help="a folder with rows, or a Hub dataset")
     p.add_argument("--revision", help="the Hub dataset's tag or commit")
 
+    p = commands.add_parser("pictures", help="test pictures for the dataset's viewer")
+    p.add_argument("--data", default=str(DATA))
+    p.add_argument("--n", type=int, default=72, help="pictures of each of the three splits (default 72)")
+
     p = commands.add_parser("report", help="rewrite the cards' tables and plots from the rows")
     p.add_argument("--data", default=str(DATA))
     p.add_argument("--check", action="store_true", help="change nothing; fail if a card is not what the rows say")
@@ -113,6 +117,10 @@ def command(args) -> int:
         from .report import main as report
 
         return report(args)
+    if args.command == "pictures":
+        from .pictures import main as pictures
+
+        return pictures(args)
     return show()
 
 

@@ -17,7 +17,7 @@ import subprocess
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from datetime import UTC, datetime
+from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
 
@@ -71,7 +71,7 @@ def facts(model: str, device: str, dtype: str) -> dict:
         "device": device.split(":")[0],
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {chip}",
         "versions": json.dumps(versions, sort_keys=True),
-        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
 
 

@@ -144,3 +144,64 @@ def test_an_unknown_task_lists_what_exists():
     with pytest.raises(ValueError, match="unknown task vqa: there are scenes_valid, scenes_normal"):
         tasks.named("vqa")
     assert [t.name for t in tasks.named("scenes,easy_vqa")] == [*tasks.SCENES, "easy_vqa"]
+
+
+class TestLmmsEval:
+    """The plug-in under stand-ins for lmms-eval's own classes, which are not installed here."""
+
+    @pytest.fixture(scope="class")
+    def plugin(self, tmp_path_factory):
+        import sys
+        import types
+
+        from benching import small_model, tiny_processor
+
+        folder = tmp_path_factory.mktemp("model")
+        small_model().save_pretrained(folder)
+        tiny_processor().save_pretrained(folder)
+        names = ("lmms_eval", "lmms_eval.api", "lmms_eval.api.model", "lmms_eval.api.registry")
+        modules = {name: types.ModuleType(name) for name in names}
+        modules["lmms_eval.api.model"].lmms = type("lmms", (), {})
+        modules["lmms_eval.api.registry"].register_model = lambda name: lambda cls: cls
+        with pytest.MonkeyPatch.context() as patch:
+            for name, module in modules.items():
+                patch.setitem(sys.modules, name, module)
+            import importlib
+
+            models = importlib.import_module("benchmarks.lmms_eval_plugin.models")
+            ((name, cls),) = models.AVAILABLE_MODELS.items()
+            found = getattr(importlib.import_module(f"benchmarks.lmms_eval_plugin.models.{name}"), cls)
+            yield lambda **args: found(str(folder), device="cpu", dtype="float32", batch_size="2", **args)
+
+    def requests(self, model, n=3):
+        from types import SimpleNamespace
+
+        from benching import sample
+
+        model.task_dict = {"toy": {"test": [sample(i) for i in range(n)]}}
+        settings = [{"max_new_tokens": 3, "until": ["\n\n"]}, {"max_new_tokens": 2}]
+        return [
+            SimpleNamespace(
+                args=(f"<image> {sample(i)['question']}", settings[i % 2], lambda doc: [doc["image"]], i, "toy", "test")
+            )
+            for i in range(n)
+        ]
+
+    def test_answers_come_in_the_order_of_the_requests_and_are_those_of_one_at_a_time(self, plugin):
+        model = plugin(num_visual_tokens="0.25")
+        requests = self.requests(model)
+        together = model.generate_until(requests)
+        assert together == [model.generate_until([r])[0] for r in requests] and len(together) == 3
+        assert model.rank == 0 and model.world_size == 1 and model.batch_size == 2
+
+    def test_any_method_may_answer(self, plugin):
+        model = plugin(num_visual_tokens=0.25, method="downscale")
+        assert len(model.generate_until(self.requests(model))) == 3
+
+    def test_what_it_cannot_do_is_said(self, plugin):
+        with pytest.raises(ValueError, match="takes a share"):
+            plugin(num_visual_tokens=200, method="downscale")
+        with pytest.raises(ValueError, match="unknown --model_args"):
+            plugin(nonsense=1)
+        with pytest.raises(NotImplementedError, match="generate_until"):
+            plugin().loglikelihood([])
