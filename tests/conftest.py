@@ -169,3 +169,21 @@ def make_inputs(samples: list[list], padding: str = "left") -> dict[str, torch.T
         out["pixel_values"] = torch.cat([d["pixel_values"] for d in done])
         out["image_grid_thw"] = torch.cat([d["image_grid_thw"] for d in done])
     return out
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    """The embedded model's classes and files with random weights, merged layout: a path."""
+    from transformers import AutoProcessor
+
+    from arr_coc.answering import TINY
+    from arr_coc.checkpoints.make_tiny import tiny_config
+    from training.arr_coc import adopt
+
+    path = tmp_path_factory.mktemp("model")
+    processor = AutoProcessor.from_pretrained(TINY)
+    torch.manual_seed(0)
+    Qwen3VLForConditionalGeneration(tiny_config(processor.tokenizer)).save_pretrained(path / "stock")
+    adopt(str(path / "stock"), processor, lens_dim=32).save_pretrained(path)
+    processor.save_pretrained(path)
+    return path

@@ -5,26 +5,9 @@ import struct
 import zlib
 
 import pytest
-import torch
 from PIL import Image
 
-from arr_coc.__main__ import TINY, Refused, main, open_image, parse_budget
-from arr_coc.checkpoints.make_tiny import tiny_config
-from training.arr_coc import adopt
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """The small model's classes and files with random weights, merged layout."""
-    from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
-
-    path = tmp_path_factory.mktemp("model")
-    processor = AutoProcessor.from_pretrained(TINY)
-    torch.manual_seed(0)
-    Qwen3VLForConditionalGeneration(tiny_config(processor.tokenizer)).save_pretrained(path / "stock")
-    adopt(str(path / "stock"), processor, lens_dim=32).save_pretrained(path)
-    processor.save_pretrained(path)
-    return path
+from arr_coc.__main__ import Refused, main, open_image, parse_budget
 
 
 @pytest.fixture
