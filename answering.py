@@ -144,8 +144,9 @@ def answers(
     inputs = prompt(model, processor, image, question)
     start = _now(model)
     with torch.no_grad():
+        known = known and _moved(known, model.device)
         perception = model.perceive(**inputs, num_visual_tokens=budget, known=known)
-    state = {"arr_coc": None, "stock": None, "perception": _on_cpu(perception)}
+    state = {"arr_coc": None, "stock": None, "perception": _moved(perception, "cpu")}
     spent = sum(perception.seconds.values())
     h, w = perception.grid[0]
     for run in _stream(model, processor, inputs, start, max_new_tokens, perception=perception):
@@ -224,10 +225,10 @@ def _now(model) -> float:
     return time.perf_counter()
 
 
-def _on_cpu(perception):
-    """The same with its tensors on the CPU, so that it may leave a process that owns an accelerator."""
+def _moved(perception, device):
+    """The same with its tensors there. On the CPU, it may leave a process that owns an accelerator."""
     moved = {
-        name: [x.cpu() if torch.is_tensor(x) else x for x in value] if isinstance(value, list) else value
+        name: [x.to(device) if torch.is_tensor(x) else x for x in value] if isinstance(value, list) else value
         for name, value in perception.items()
     }
     return type(perception)(**moved)

@@ -20,7 +20,9 @@ from functools import partial
 from pathlib import Path
 
 import gradio as gr
+import pydantic
 import yaml
+from gradio.data_classes import ImageData
 from PIL import Image
 
 from arr_coc import panels, results
@@ -30,6 +32,7 @@ from arr_coc.visualizing import CELL, homunculus, relevance_overlay, what_the_mo
 
 HERE = Path(__file__).resolve().parent
 TINY_NAME = "checkpoints/tiny"
+NO_LINKS = "Give an image file: links, paths and embedded data are not opened here."
 MAX_QUESTION = 500  # characters
 MAX_ANSWER = 256  # tokens
 MAX_ASKED = 8  # questions or budgets at once
@@ -68,29 +71,42 @@ def run(image: Image.Image, asked: list, choices: dict, max_new_tokens: int, sto
 # ------------------------------------------------------------------------------------- what visitors hand in
 
 
+class File(ImageData):
+    """An uploaded file. A path or link typed in its place is refused in plain words."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _is_file(cls, value):
+        if not isinstance(value, (dict, ImageData)):
+            raise gr.Error(NO_LINKS, print_exception=False)
+        return value
+
+
 class Upload(gr.Image):
     """An image as the path of its file: nothing is decoded before it is checked, and nothing is fetched."""
 
-    is_template = True
-
-    def __init__(self, **kwargs):
-        super().__init__(type="filepath", image_mode=None, **kwargs)
+    is_template = True  # the browser's part is gr.Image's
+    data_model = File
 
     def preprocess(self, payload):
         return payload and (payload.path or payload.url)
 
     async def async_move_resource_to_block_cache(self, url_or_file_path):
         if url_or_file_path and "://" in str(url_or_file_path):
-            raise gr.Error("Give an image file: links are not opened here.", print_exception=False)
+            raise gr.Error(NO_LINKS, print_exception=False)
         return await super().async_move_resource_to_block_cache(url_or_file_path)
+
+
+def upload(**kwargs) -> Upload:
+    return Upload(type="filepath", image_mode=None, **kwargs)
 
 
 def read_image(path: str | None) -> Image.Image:
     """An uploaded file, checked, upright, and no larger than this machine can answer about."""
     if not path:
         raise Refused("There is no image yet: choose one, or take an example.")
-    if path.startswith("data:"):
-        raise Refused("Give an image file: embedded data is not read here.")
+    if path.startswith("data:") or "://" in path:
+        raise Refused(NO_LINKS)
     image = open_image(path, "This image")
     most = 2048 if MODEL["model"].device.type == "cuda" or MODEL["zero"] else 1024
     image.thumbnail((most, most), Image.Resampling.LANCZOS)
@@ -161,7 +177,7 @@ def _once(function: Callable) -> Callable:
 # ------------------------------------------------------------------------------------------------- the page
 
 
-def compare(path, question, choice, exact, allocator, realize, longest):
+def page_compare(path, question, choice, exact, allocator, realize, longest):
     """Both answers as they come, then where ARR-COC looked: status, race, slider, pictures."""
     budget = read_budget(exact if (exact or "").strip() else choice)
     choices, longest = read_choices(allocator, realize), read_length(longest)
@@ -193,14 +209,14 @@ def slider(image: Image.Image, perception) -> tuple[Image.Image, Image.Image]:
     return image.resize((w * CELL, h * CELL), Image.Resampling.LANCZOS), seen
 
 
-def many_questions(path, questions, choice, exact, allocator, realize, longest):
+def page_questions(path, questions, choice, exact, allocator, realize, longest):
     """One image, several questions: where each looks and what it gets."""
     budget = read_budget(exact if (exact or "").strip() else choice)
     asked = [(q, budget) for q in read_several(questions, read_question, "questions")]
     yield from _several(path, asked, allocator, realize, longest, panels.grid_of_questions, [q for q, _ in asked])
 
 
-def many_budgets(path, question, allocator, realize, longest):
+def page_budgets(path, question, allocator, realize, longest):
     """One question at several budgets: what the model sees and says."""
     question = read_question(question)
     asked = [(question, read_budget(budget)) for budget in STRIP]
@@ -241,8 +257,8 @@ def api_compare(
         the homunculus.
     """
     question, image, budget = read_question(question), read_image(image), read_budget(budget)
-    for _, state in run(image, [(question, budget)], read_choices(allocator, realize), read_length(longest), True):
-        pass
+    choices, longest = read_choices(allocator, realize), read_length(longest)
+    *_, (_, state) = run(image, [(question, budget)], choices, longest, True)
     seen, ours, stock = state["perception"], state["arr_coc"], state["stock"]
     allocation, grid = seen.allocation[0], seen.grid[0]
     yield (
@@ -351,9 +367,9 @@ def api_sql(query: str):
 
 def build(opening: bool = True) -> gr.Blocks:
     """The page, for the model that `start` loaded."""
-    kind = "scenes" if MODEL["name"] == TINY_NAME else "photos"
+    kind = "scenes" if MODEL["model"].config.text_config.vocab_size < 10_000 else "photos"  # what it was trained on
     rows = json.loads((HERE / "examples" / "examples.json").read_text())
-    examples = sorted(rows, key=lambda row: row["of"] != kind)
+    examples = [row for row in rows if row["of"] == kind]
     first = examples[0]
     shown = (
         example(0, examples) if opening else (gr.skip(), gr.skip(), gr.skip(), panels.progress(1, ""), None, None, "")
@@ -366,7 +382,7 @@ def build(opening: bool = True) -> gr.Blocks:
             with gr.Tab("Compare"):
                 with gr.Row(elem_classes="stage"):
                     with gr.Column(scale=2, min_width=300, elem_classes="ask"):
-                        image = Upload(value=str(HERE / "examples" / first["file"]), label="Image", height=300)
+                        image = upload(value=str(HERE / "examples" / first["file"]), label="Image", height=300)
                         question = gr.Textbox(
                             first["question"], label="Question", max_length=MAX_QUESTION, lines=1, max_lines=4
                         )
@@ -390,31 +406,38 @@ def build(opening: bool = True) -> gr.Blocks:
                         gr.HTML('<p class="hint">Try one that makes another point:</p>')
                         with gr.Row(elem_classes="examples"):
                             chosen = [gr.Button(row["why"], size="sm", min_width=90) for row in examples]
-                gr.HTML("<h2>What it looked at</h2><p>Drag the line: the image, and what is left of it in ARR-COC's tokens."
-                        "</p>")  # fmt: skip
-                slide = gr.ImageSlider(shown[5], label="The image | what the model sees", show_label=True, max_height=620,
-                                       interactive=False, buttons=["fullscreen"], elem_id="slide")  # fmt: skip
+                gr.HTML(
+                    panels.section("What it looked at", "Drag the line: the image, and what its tokens hold of it.")
+                )
+                slide = gr.ImageSlider(
+                    shown[5],
+                    label="The image | what the model sees",
+                    max_height=620,
+                    interactive=False,
+                    buttons=["fullscreen"],
+                    elem_id="slide",
+                )
                 looked = gr.HTML(shown[6])
-                gr.HTML("<h2>Same image, other questions</h2><p>It looks elsewhere for each.</p>")
+                gr.HTML(panels.section("Same image, other questions", "It looks elsewhere for each."))
                 questions = gr.Textbox(
                     "\n".join(QUESTIONS[kind]), label="Questions, one a line", lines=4, max_lines=8, max_length=4000
                 )
                 ask_all = gr.Button("Ask all of them")
                 grid_status, grid = gr.HTML(), gr.HTML()
-                gr.HTML("<h2>Same question, other budgets</h2><p>From a glimpse to everything.</p>")
+                gr.HTML(panels.section("Same question, other budgets", "From a glimpse to everything."))
                 spend = gr.Button("Draw the strip")
                 strip_status, strip = gr.HTML(), gr.HTML()
             with gr.Tab("Results"):
-                results_tab()
+                results_tab(page)
             with gr.Tab("API"):
                 gr.Markdown(panels.api_text(MODEL["name"], has_mcp()))
 
         settings = [allocator, realize, longest]
-        gr.on([go.click, question.submit], refusing(compare), [image, question, budget, exact, *settings],
+        gr.on([go.click, question.submit], refusing(page_compare), [image, question, budget, exact, *settings],
               [status, race, slide, looked], **heavy, **page)  # fmt: skip
-        gr.on(ask_all.click, refusing(many_questions), [image, questions, budget, exact, *settings],
+        gr.on(ask_all.click, refusing(page_questions), [image, questions, budget, exact, *settings],
               [grid_status, grid], **heavy, **page)  # fmt: skip
-        gr.on(spend.click, refusing(many_budgets), [image, question, *settings],
+        gr.on(spend.click, refusing(page_budgets), [image, question, *settings],
               [strip_status, strip], **heavy, **page)  # fmt: skip
         for i, button in enumerate(chosen):
             button.click(
@@ -434,8 +457,7 @@ def example(number: int, examples: list[dict]):
         row = examples[number]
         path = str(HERE / "examples" / row["file"])
         image = read_image(path)
-        for _, state in run(image, [(row["question"], read_budget(row["budget"]))], {}, 48, True):
-            pass
+        *_, (_, state) = run(image, [(row["question"], read_budget(row["budget"]))], {}, 48, True)
         _FINISHED[number] = (
             path,
             row["question"],
@@ -451,37 +473,35 @@ def example(number: int, examples: list[dict]):
 _FINISHED: dict[int, tuple] = {}  # what anybody would be shown; no visitor's own
 
 
-def results_tab():
+def results_tab(page: dict):
     """Plots and the SQL box."""
     con = MODEL["results"]
     if con is None:
         gr.Markdown(results.ABSENT)
     else:
         gr.HTML(panels.plots(results.plots(con)))
-    gr.HTML(
-        "<h2>Ask the rows</h2><p>Four tables: runs, samples, summary, speed. One SELECT, five seconds, 200 rows.</p>"
-    )
+    gr.HTML(panels.section("Ask the rows", "Tables runs, samples, summary, speed: one SELECT, 5 seconds, 200 rows."))
     named = results.queries()
     names = gr.Dropdown(list(named), value=next(iter(named), None), label="Named queries")
     box = gr.Code(next(iter(named.values()), ""), language="sql", label="SQL", lines=6, elem_id="sql")
     button, table = gr.Button("Run"), gr.HTML()
     names.input(named.get, names, box, api_visibility="private", show_progress="hidden")
-    button.click(refusing(_once(show_rows)), box, table, api_visibility="private", concurrency_limit=2)
+    button.click(refusing(_once(show_rows)), box, table, concurrency_limit=2, show_progress="hidden", **page)
 
 
 def endpoints(heavy: dict):
     """What `gradio_client` sees, and nothing else; tests/test_app.py holds it still."""
     with gr.Row(visible=False):
-        upload = Upload(label="image")
+        photo = upload(label="image")
         text, budget = gr.Textbox(label="question"), gr.Textbox("20%", label="budget")
         allocator, realize = gr.Textbox("lod", label="allocator"), gr.Textbox("before", label="realize")
         longest, several, trigger = gr.Number(64, label="longest"), gr.JSON(label="several"), gr.Button()
         report = gr.JSON(label="report")
         pictures = [gr.Image(label=name, format="png") for name in ("seen", "relevance", "homunculus")]
     for handler, inputs, outputs in (
-        (api_compare, [upload, text, budget, allocator, realize, longest], [report, *pictures]),
-        (api_questions, [upload, several, budget], report),
-        (api_budgets, [upload, text, several], report),
+        (api_compare, [photo, text, budget, allocator, realize, longest], [report, *pictures]),
+        (api_questions, [photo, several, budget], report),
+        (api_budgets, [photo, text, several], report),
     ):
         trigger.click(refusing(handler), inputs, outputs, api_name=handler.__name__[4:], **heavy)
     trigger.click(refusing(api_sql), text, report, api_name="sql", concurrency_limit=2)
@@ -508,6 +528,12 @@ def start(model: str | None = None, revision: str | None = None, data: str | Non
     shown = TINY_NAME if name == str(TINY) else name
     MODEL.update(model=loaded, processor=processor, name=shown, revision=commit, zero=spaces.config.Config.zero_gpu)
     MODEL["results"] = results.open_results(data or HERE / "benchmarks" / "dataset")
+
+
+def theme() -> gr.themes.Base:
+    """Orange on paper, in fonts that every machine has."""
+    fonts = {"font": ["system-ui", "sans-serif"], "font_mono": ["ui-monospace", "monospace"]}
+    return gr.themes.Base(primary_hue="orange", neutral_hue="slate", **fonts)
 
 
 def launch(demo: gr.Blocks, **kwargs):

@@ -175,9 +175,13 @@ def header(model: str, revision: str | None, kind: str) -> str:
     small = " It is small and knows rendered scenes: shapes, colours, signs." if kind == "scenes" else ""
     return (
         '<header class="top"><h1>Look where the question points</h1><p class="lead">One model, twice. '
-        "<b>Qwen3-VL</b> reads every part of your image. <b>ARR-COC</b> first asks which parts matter for this question, "
-        f"and reads those.</p><p class='model'>Model: <code>{_e(model)}</code>{at}.{small}</p></header>"
+        "<b>Qwen3-VL</b> reads every part of your image. <b>ARR-COC</b> first asks which parts matter for this "
+        f"question, and reads those.</p><p class='model'>Model: <code>{_e(model)}</code>{at}.{small}</p></header>"
     )
+
+
+def section(title: str, line: str) -> str:
+    return f"<h2>{_e(title)}</h2><p>{_e(line)}</p>"
 
 
 def api_text(model: str, mcp: bool) -> str:

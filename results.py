@@ -15,8 +15,8 @@ from benchmarks import schema, sql
 
 SECONDS, ROWS, CHARACTERS = 5.0, 200, 4000
 ABSENT = (
-    "There are no benchmark results here yet. `python -m benchmarks run` writes them to `benchmarks/dataset`; start the "
-    "app again and they appear."
+    "There are no benchmark results here yet. python -m benchmarks run, then collect, write them to "
+    "benchmarks/dataset; start the app again and they appear."
 )
 
 
