@@ -87,7 +87,7 @@ def reliability(scores: Tensor, truth: Tensor, bins: int = 10) -> Tensor:
 def calibration_error(counts: Tensor) -> float:
     """Expected calibration error of `reliability`'s counts (Naeini et al. 2015): 0 where scores are chances."""
     n, scores, truth = counts.T
-    return float(((scores - truth).abs().sum() / n.sum().clamp(min=1)))
+    return float((scores - truth).abs().sum() / n.sum().clamp(min=1))
 
 
 # ------------------------------------------------------------------------------------------------ answers

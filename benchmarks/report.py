@@ -16,16 +16,6 @@ ASSETS = ROOT / "benchmarks" / "dataset" / "assets"
 EMPTY = "*No rows yet: `python -m benchmarks run`, `collect` and `report` fill this in.*\n"
 AT = 0.2  # the budget that tables of one budget are of
 
-# Per task the run with most answers speaks, so that every comparison is within one run.
-VIEWS = """
-CREATE VIEW speaks AS SELECT task, arg_max(run_id, (n, run_id)) AS run_id
-    FROM (SELECT task, run_id, count(*) AS n FROM samples GROUP BY ALL) GROUP BY task;
-CREATE VIEW score AS SELECT summary.* FROM summary JOIN speaks USING (task, run_id);
-CREATE VIEW told AS SELECT runs.* FROM runs JOIN speaks USING (task, run_id);
-CREATE VIEW one AS SELECT samples.* FROM samples JOIN speaks USING (task, run_id);
-CREATE VIEW timed AS SELECT speed.* FROM speed
-    WHERE run_id IN (SELECT max(run_id) FROM speed GROUP BY shape, device, batch, native_tokens, budget_tokens);
-"""
 _RIVAL = """NOT starts_with(method, 'oracle') AND NOT starts_with(method, 'arr_coc') AND NOT starts_with(method, 'no_')
     AND method NOT IN ('stock', 'untrained', 'downscale_latency')"""
 
@@ -205,15 +195,8 @@ def filled(card: str, con, path: Path) -> str:
     return _MARKED.sub(lambda m: m["open"] + BLOCKS[m["name"]](con, path) + m["close"], card)
 
 
-def open_rows(data: str | Path):
-    """The database with this report's views; empty tables where there are no rows yet."""
-    con = connect(data, allow_empty=True)
-    con.execute(VIEWS)
-    return con
-
-
 def main(args) -> int:
-    con = open_rows(args.data)
+    con = connect(args.data, allow_empty=True)
     stale = []
     if not args.check:
         from .plots import draw

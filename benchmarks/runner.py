@@ -57,7 +57,7 @@ def facts(model: str, device: str, dtype: str) -> dict:
     import transformers
 
     folder = Path(model)
-    weights = digest(folder.glob("*.safetensors")) if folder.is_dir() else model
+    weights = digest([*folder.glob("*.safetensors"), folder / "config.json"]) if folder.is_dir() else model
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     chip = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
     versions = {"python": platform.python_version(), "torch": torch.__version__}

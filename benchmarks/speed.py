@@ -15,7 +15,6 @@ ratios.
 """
 
 import argparse
-import hashlib
 import json
 import os
 import statistics
@@ -39,7 +38,7 @@ from . import schema
 from .flops import method_flops
 from .methods import METHODS, prepare
 from .methods.interface import Batch, Clock, Run
-from .runner import kv_bytes, mend, read_rows
+from .runner import facts, kv_bytes, mend, open_run, read_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOOR = "floor"
@@ -264,9 +263,14 @@ def main(argv=None) -> int:
     shape += ", compiled" if args.compile else ""
     processor = RandomProcessor(model.config)
     log = Path(args.out) / "measured.jsonl" if args.out else None
+    said = facts(args.model, args.device, args.dtype) | {
+        "model": shape.split(",")[0],
+        "weights": shape.replace(", ", "-"),
+    }
+    if args.out:
+        open_run(Path(args.out), said)
     rows = measure_all(model, processor, args, names, log)
-    said = f"{shape} {args.device} {args.dtype} {sorted(map(str, args.size))} {names}"
-    run_id = f"speed-{hashlib.sha256(said.encode()).hexdigest()[:8]}"
+    run_id = f"speed-{shape.replace(', ', '-')}-{said['device']}-{args.dtype}-{said['code'][:8]}"
     device = (
         torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
     )

@@ -11,13 +11,24 @@ import duckdb
 
 from . import schema
 
+# What the cards speak of: of each task the run with most answers, so that every comparison is within one run.
+VIEWS = """
+CREATE VIEW speaks AS SELECT task, arg_max(run_id, (n, run_id)) AS run_id
+    FROM (SELECT task, run_id, count(*) AS n FROM samples GROUP BY ALL) GROUP BY task;
+CREATE VIEW score AS SELECT summary.* FROM summary JOIN speaks USING (task, run_id);
+CREATE VIEW told AS SELECT runs.* FROM runs JOIN speaks USING (task, run_id);
+CREATE VIEW one AS SELECT samples.* FROM samples JOIN speaks USING (task, run_id);
+CREATE VIEW timed AS SELECT * FROM speed
+    QUALIFY run_id = max(run_id) OVER (PARTITION BY shape, device, batch, native_tokens, budget_tokens);
+"""
+
 QUERIES = Path(__file__).resolve().parent / "dataset" / "queries"
 
 
 def connect(
     data: str | Path, revision: str | None = None, allow_empty: bool = False, memory: str = "2GB"
 ) -> duckdb.DuckDBPyConnection:
-    """A locked in-memory database with the tables `runs`, `samples`, `summary` and `speed`.
+    """A locked in-memory database with the tables `runs`, `samples`, `summary` and `speed`, and `VIEWS`.
 
     Raises:
         schema.Unreadable: for a truncated or foreign file, named; none is skipped.
@@ -34,6 +45,7 @@ def connect(
                 con.execute(f"INSERT INTO {config} SELECT * FROM read_parquet(?)", [str(path)])
             except duckdb.Error as error:
                 raise schema.Unreadable(f"{path} cannot be read ({error}): restore or remove it.") from error
+    con.execute(VIEWS)
     con.execute(f"SET memory_limit='{memory}'")
     con.execute("SET enable_external_access=false")
     con.execute("SET lock_configuration=true")

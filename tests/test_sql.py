@@ -132,7 +132,7 @@ class TestSql:
 class TestReport:
     @pytest.fixture(scope="class")
     def con(self, data):
-        return report.open_rows(data)
+        return sql.connect(data)
 
     @pytest.mark.parametrize("name", report.BLOCKS)
     def test_every_block_has_something_to_say(self, con, name):

@@ -192,6 +192,7 @@ class TestLmmsEval:
         requests = self.requests(model)
         together = model.generate_until(requests)
         assert together == [model.generate_until([r])[0] for r in requests] and len(together) == 3
+        assert model.processor.image_processor.size["longest_edge"] == 2048 * 2048
         assert model.rank == 0 and model.world_size == 1 and model.batch_size == 2
 
     def test_any_method_may_answer(self, plugin):

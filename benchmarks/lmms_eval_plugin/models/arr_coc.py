@@ -47,9 +47,8 @@ class ArrCoc(lmms):
             pretrained, revision=revision or "main", dtype=getattr(torch, dtype)
         )
         self.model = model.to(accelerator.device).eval()
-        self.processor = AutoProcessor.from_pretrained(
-            pretrained, revision=revision or "main", max_pixels=int(max_pixels)
-        )
+        self.processor = AutoProcessor.from_pretrained(pretrained, revision=revision or "main")
+        self.processor.image_processor.size["longest_edge"] = int(max_pixels)
 
     @property
     def batch_size(self) -> int:
