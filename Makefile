@@ -2,7 +2,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 OUT ?= out
 
-.PHONY: demo test test-slow lint setup speed help
+.PHONY: demo ask test test-slow lint setup speed help
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -15,7 +15,10 @@ setup: .venv/.ready ## everything that is needed, in .venv
 	$(PY) -m pip install --quiet --no-deps -e .
 	touch $@
 
-demo: setup ## ask the small model about a photograph, stock and ARR-COC, and draw where it looked
+demo: setup ## the app: stock and ARR-COC side by side, on your own image
+	$(PY) -m arr_coc.app
+
+ask: setup ## the same on the command line, about a photograph, and a picture of where it looked
 	mkdir -p $(OUT)
 	$(PY) -m arr_coc examples/astronaut.jpg "What colour is most of the picture?" --budget 0.2 --out $(OUT)/demo.png
 

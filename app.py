@@ -20,22 +20,28 @@ from functools import partial
 from pathlib import Path
 
 import gradio as gr
-import pydantic
 import yaml
-from gradio.data_classes import ImageData
 from PIL import Image
 
 from arr_coc import panels, results
-from arr_coc.answering import TINY, Refused, answers, load, open_image, parse_budget, variant
+from arr_coc.answering import TINY, Refused, answers, load, variant
 from arr_coc.balancing import TENSIONS
+from arr_coc.uploads import (
+    MAX_ANSWER,
+    MAX_ASKED,
+    MAX_QUESTION,
+    read_budget,
+    read_choices,
+    read_image,
+    read_length,
+    read_question,
+    read_several,
+    upload,
+)
 from arr_coc.visualizing import CELL, homunculus, relevance_overlay, what_the_model_sees
 
 HERE = Path(__file__).resolve().parent
 TINY_NAME = "checkpoints/tiny"
-NO_LINKS = "Give an image file: links, paths and embedded data are not opened here."
-MAX_QUESTION = 500  # characters
-MAX_ANSWER = 256  # tokens
-MAX_ASKED = 8  # questions or budgets at once
 BUDGETS = ("auto", "5%", "10%", "20%", "50%")
 STRIP = ("2.5%", "5%", "10%", "20%", "40%", "all")
 QUESTIONS = {
@@ -66,85 +72,6 @@ def run(image: Image.Image, asked: list, choices: dict, max_new_tokens: int, sto
         for state in answers(model, processor, image, question, budget, max_new_tokens, stock=stock, known=known):
             yield i, state
         known = state["perception"]
-
-
-# ------------------------------------------------------------------------------------- what visitors hand in
-
-
-class File(ImageData):
-    """An uploaded file. A path or link typed in its place is refused in plain words."""
-
-    @pydantic.model_validator(mode="before")
-    @classmethod
-    def _is_file(cls, value):
-        if not isinstance(value, (dict, ImageData)):
-            raise gr.Error(NO_LINKS, print_exception=False)
-        return value
-
-
-class Upload(gr.Image):
-    """An image as the path of its file: nothing is decoded before it is checked, and nothing is fetched."""
-
-    is_template = True  # the browser's part is gr.Image's
-    data_model = File
-
-    def preprocess(self, payload):
-        return payload and (payload.path or payload.url)
-
-    async def async_move_resource_to_block_cache(self, url_or_file_path):
-        if url_or_file_path and "://" in str(url_or_file_path):
-            raise gr.Error(NO_LINKS, print_exception=False)
-        return await super().async_move_resource_to_block_cache(url_or_file_path)
-
-
-def upload(**kwargs) -> Upload:
-    return Upload(type="filepath", image_mode=None, **kwargs)
-
-
-def read_image(path: str | None) -> Image.Image:
-    """An uploaded file, checked, upright, and no larger than this machine can answer about."""
-    if not path:
-        raise Refused("There is no image yet: choose one, or take an example.")
-    if path.startswith("data:") or "://" in path:
-        raise Refused(NO_LINKS)
-    image = open_image(path, "This image")
-    most = 2048 if MODEL["model"].device.type == "cuda" or MODEL["zero"] else 1024
-    image.thumbnail((most, most), Image.Resampling.LANCZOS)
-    return image
-
-
-def read_question(text: str | None) -> str:
-    text = (text or "").strip()
-    if not text:
-        raise Refused("There is no question yet: ask something about the image.")
-    if len(text) > MAX_QUESTION:
-        raise Refused(f"The question has {len(text):,} characters, more than {MAX_QUESTION}: make it shorter.")
-    return text
-
-
-def read_several(texts, read: Callable, what: str) -> list:
-    """A few lines, or a list from the API, each by `read`."""
-    texts = texts.splitlines() if isinstance(texts, str) else list(texts or [])
-    texts = [str(text) for text in texts if str(text).strip()]
-    if not 0 < len(texts) <= MAX_ASKED:
-        raise Refused(f"Give 1 to {MAX_ASKED} {what}, one a line; there are {len(texts)}.")
-    return [read(text) for text in texts]
-
-
-def read_choices(allocator: str, realize: str) -> dict:
-    for value, known in ((allocator, ("lod", "topk")), (realize, ("before", "after"))):
-        if value not in known:
-            raise Refused(f"{value!r} is not one of {', '.join(known)}.")
-    return {"allocator": allocator, "realize": realize}
-
-
-def read_length(tokens) -> int:
-    if not isinstance(tokens, (int, float)) or not 1 <= tokens <= MAX_ANSWER:
-        raise Refused(f"The longest answer must be 1 to {MAX_ANSWER} tokens, not {tokens}.")
-    return int(tokens)
-
-
-read_budget = partial(parse_budget, name="The budget")
 
 
 def refusing(handler: Callable) -> Callable:
@@ -181,7 +108,7 @@ def page_compare(path, question, choice, exact, allocator, realize, longest):
     """Both answers as they come, then where ARR-COC looked: status, race, slider, pictures."""
     budget = read_budget(exact if (exact or "").strip() else choice)
     choices, longest = read_choices(allocator, realize), read_length(longest)
-    question, image = read_question(question), read_image(path)
+    question, image = read_question(question), read_image(path, MODEL["side"])
     yield panels.progress(0.08, "ARR-COC looks for the places that matter"), panels.race(None), gr.skip(), gr.skip()
     begun = time.perf_counter()
     for _, state in run(image, [(question, budget)], choices, longest, True):
@@ -224,7 +151,7 @@ def page_budgets(path, question, allocator, realize, longest):
 
 
 def _several(path, asked, allocator, realize, longest, show, names):
-    choices, longest, image = read_choices(allocator, realize), read_length(longest), read_image(path)
+    choices, longest, image = read_choices(allocator, realize), read_length(longest), read_image(path, MODEL["side"])
     yield panels.progress(0.05, f"1 of {len(asked)}: {names[0]}"), ""
     last, done = {}, 0
     for i, state in run(image, asked, choices, longest, False):
@@ -256,7 +183,7 @@ def api_compare(
         their ratios; ARR-COC's allocation and tensions. Then three pictures: what the model sees, the relevance, and
         the homunculus.
     """
-    question, image, budget = read_question(question), read_image(image), read_budget(budget)
+    question, image, budget = read_question(question), read_image(image, MODEL["side"]), read_budget(budget)
     choices, longest = read_choices(allocator, realize), read_length(longest)
     *_, (_, state) = run(image, [(question, budget)], choices, longest, True)
     seen, ours, stock = state["perception"], state["arr_coc"], state["stock"]
@@ -316,7 +243,7 @@ def api_budgets(image: str, question: str, budgets: list):
 
 def _reports(path: str, asked: list) -> list[dict]:
     last = {}
-    for i, state in run(read_image(path), asked, {}, 64, False):
+    for i, state in run(read_image(path, MODEL["side"]), asked, {}, 64, False):
         last[i] = state
     return [
         {"question": question, "budget": budget, "allocation": last[i]["perception"].allocation[0].tolist()}
@@ -456,7 +383,7 @@ def example(number: int, examples: list[dict]):
     if number not in _FINISHED:
         row = examples[number]
         path = str(HERE / "examples" / row["file"])
-        image = read_image(path)
+        image = read_image(path, MODEL["side"])
         *_, (_, state) = run(image, [(row["question"], read_budget(row["budget"]))], {}, 48, True)
         _FINISHED[number] = (
             path,
@@ -511,23 +438,31 @@ def endpoints(heavy: dict):
 # ------------------------------------------------------------------------------------------------------ start
 
 
-def named_by_card(path: Path = HERE / "README.md") -> tuple[str, str] | None:
-    """The model and the commit that a Space's card preloads first; None where the card is no Space's."""
-    match = re.match(r"---\n(.*?)\n---\n", path.read_text() if path.exists() else "", re.DOTALL)
-    preloaded = (yaml.safe_load(match[1]) or {}).get("preload_from_hub") if match else None
+def named_by_card(path: Path = HERE / "README.md") -> dict:
+    """What a Space's card names: the model that it preloads first, the results that it links, each at a commit.
+
+    The only place of both. Empty where the card is no Space's.
+    """
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    front = re.match(r"---\n(.*?)\n---\n", text, re.DOTALL)
+    preloaded = (yaml.safe_load(front[1]) or {}).get("preload_from_hub") if front else None
     if not preloaded:
-        return None
+        return {}
     first = preloaded[0].split()
-    return first[0], first[-1]
+    linked = re.search(r"/datasets/([\w./-]+)/tree/([0-9a-f]{40})", text)
+    return {"model": first[0], "revision": first[-1]} | ({"data": linked.groups()} if linked else {})
 
 
 def start(model: str | None = None, revision: str | None = None, data: str | None = None):
     """Loads what the page needs, once."""
-    name, commit = (model, revision) if model else named_by_card() or (str(TINY), None)
-    loaded, processor = load(name, commit)
-    shown = TINY_NAME if name == str(TINY) else name
-    MODEL.update(model=loaded, processor=processor, name=shown, revision=commit, zero=spaces.config.Config.zero_gpu)
-    MODEL["results"] = results.open_results(data or HERE / "benchmarks" / "dataset")
+    card, zero = named_by_card(), spaces.config.Config.zero_gpu
+    name, commit = (model, revision) if model else (card.get("model", str(TINY)), card.get("revision"))
+    loaded, processor = load(name, commit, "cuda" if zero else None)
+    MODEL.update(model=loaded, processor=processor, name=TINY_NAME if name == str(TINY) else name, revision=commit)
+    MODEL["zero"], MODEL["side"] = zero, 1024 if loaded.device.type == "cpu" else 2048  # px: what is answered in time
+    MODEL["results"] = results.open_results(
+        *((data,) if data else card.get("data", (HERE / "benchmarks" / "dataset",)))
+    )
 
 
 def theme() -> gr.themes.Base:
@@ -539,12 +474,7 @@ def theme() -> gr.themes.Base:
 def launch(demo: gr.Blocks, **kwargs):
     """Serves the page with what a public page needs: a limit on files, no traces, no other paths."""
     return demo.launch(
-        theme=gr.themes.Base(
-            primary_hue="orange",
-            neutral_hue="slate",
-            font=["system-ui", "sans-serif"],
-            font_mono=["ui-monospace", "monospace"],
-        ),  # fmt: skip
+        theme=theme(),
         css_paths=HERE / "app.css",
         max_file_size="10mb",
         mcp_server=has_mcp(),
