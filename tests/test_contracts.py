@@ -318,6 +318,15 @@ class TestAfter:
         )
 
 
+def trained(**fields):
+    """As if trained: nothing is silent."""
+    model = make_model(**fields)
+    with torch.no_grad():
+        for p in model.relevance.parameters():
+            p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    return model
+
+
 def allocations(model, inputs, **kwargs):
     with torch.no_grad():
         return model.perceive(**inputs, num_visual_tokens=8, **kwargs).allocation
@@ -352,13 +361,12 @@ class TestDeterminism:
         assert len(shared) >= 0.9 * len(full)
 
     def test_under_autocast_where_only_texture_is_asked(self, inputs):
-        model = make_model(participatory="texture")
+        model = trained(participatory="texture")
         with torch.no_grad():
-            for p in model.relevance.parameters():  # as if trained: nothing is silent
-                p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
-        wanted = allocations(model, inputs)
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            assert same(allocations(model, inputs), wanted)
+            wanted = model.perceive(**inputs, num_visual_tokens=8)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                got = model.perceive(**inputs, num_visual_tokens=8)
+        assert same(got.gain, wanted.gain) and same(got.allocation, wanted.allocation)
 
     def test_casting_the_model_leaves_what_is_learned_as_it_is(self):
         model = make_model()
@@ -475,8 +483,9 @@ class TestFollowsTheQuestion:
         assert len({str(p.allocation[0].tolist()) for p in runs[0]}) >= least
 
     @torch.no_grad()
-    def test_without_a_question_nothing_is_asked_for(self, model):
-        p = model.perceive(**make_inputs([[(5, 6, 0)]]), num_visual_tokens=6)
+    @pytest.mark.parametrize("participatory", ["both", "texture", "glance"])
+    def test_without_a_question_nothing_is_asked_for(self, participatory):
+        p = trained(participatory=participatory).perceive(**make_inputs([[(5, 6, 0)]]), num_visual_tokens=6)
         assert p.participatory[0].unique().tolist() == [0.5]
         assert len(p.allocation[0]) >= 4
 

@@ -93,6 +93,7 @@ class TestGradients:
     def test_labels_go_with_their_tokens(self, inputs):
         """The loss is that of the shortened prompt, label by label, whatever the padding."""
         model = make_model()
+        inputs["labels"][:, 0] = inputs["input_ids"][:, 0]  # whose place must not be padding's
         with torch.no_grad():
             p = model.perceive(**inputs, num_visual_tokens=6)
             out = model(**inputs, perception=p)
