@@ -49,11 +49,11 @@ def parser() -> argparse.ArgumentParser:
 
     p = commands.add_parser("probe", help="several questions on one image: how far allocations stand apart")
     p.add_argument("--model", default="checkpoints/tiny")
-    p.add_argument("--split", default="normal")
+    p.add_argument("--splits", default="normal,hard,heldout")
     p.add_argument("--images", type=int, default=100)
-    p.add_argument("--budgets", type=budgets, default=[0.1, 0.2])
+    p.add_argument("--budgets", type=budgets, default=[0.05, 0.1, 0.2, 0.35, 0.5])
     p.add_argument("--device", default="cpu")
-    p.add_argument("--out", help="write the figures to this JSON file too")
+    p.add_argument("--out", help="a run's folder: `probe.json` there, which `run` puts beside its rows")
 
     p = commands.add_parser("speed", help="seconds, memory and KV bytes, methods side by side", add_help=False)
     p.add_argument("rest", nargs=argparse.REMAINDER)

@@ -14,7 +14,7 @@ from .scenes import make_scene
 
 @torch.no_grad()
 def probe(model, processor, split: str, images: int, share: float, questions: int = 4) -> dict:
-    """Over `images` scenes with several local questions each: mean distance, and of unrelated images for scale."""
+    """Over `images` scenes with several local questions each: mean distance and its 95 % interval."""
     from PIL import Image
 
     apart = []
@@ -42,11 +42,12 @@ def probe(model, processor, split: str, images: int, share: float, questions: in
 
 def main(args) -> int:
     model, processor = load(args.model, args.device, "float32")
-    rows = [probe(model, processor, args.split, args.images, share) for share in args.budgets]
+    pairs = [(split, share) for split in args.splits.split(",") for share in args.budgets]
+    rows = [probe(model, processor, split, args.images, share) for split, share in pairs]
     for row in rows:
         print(
             f"{row['split']} {row['budget']:.0%}: {row['distance']:.3f} +- {row['interval']:.3f}, n = {row['images']}"
         )
     if args.out:
-        Path(args.out).write_text(json.dumps(rows, indent=1) + "\n")
+        (Path(args.out) / "probe.json").write_text(json.dumps(rows, indent=1) + "\n")
     return 0

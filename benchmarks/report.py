@@ -17,13 +17,14 @@ EMPTY = "*No rows yet: `python -m benchmarks run`, `collect` and `report` fill t
 AT = 0.2  # the budget that tables of one budget are of
 
 _RIVAL = """NOT starts_with(method, 'oracle') AND NOT starts_with(method, 'arr_coc') AND NOT starts_with(method, 'no_')
-    AND method NOT IN ('stock', 'untrained', 'downscale_latency')"""
+    AND NOT ends_with(method, '_latency') AND method NOT IN ('stock', 'untrained')"""
 
+# At equal tokens; the questions are `*` or a stratum.
 HEADLINE = f"""
 WITH rival AS (
     SELECT task, budget, arg_max(method, (accuracy, method)) AS method, max(accuracy) AS accuracy FROM score
-    WHERE question_type = '*' AND {_RIVAL} GROUP BY ALL),
-of AS (SELECT task, budget, method, n, accuracy, accuracy_low, accuracy_high FROM score WHERE question_type = '*')
+    WHERE question_type = '$$' AND {_RIVAL} GROUP BY ALL),
+of AS (SELECT task, budget, method, n, accuracy, accuracy_low, accuracy_high FROM score WHERE question_type = '$$')
 SELECT o.task, printf('%.0f %%', 100 * o.budget) AS tokens, o.n,
     printf('%.3f', s.accuracy) AS stock,
     printf('%.3f [%.3f, %.3f]', o.accuracy, o.accuracy_low, o.accuracy_high) AS "ARR-COC",
@@ -39,12 +40,21 @@ WHERE o.method = 'arr_coc' ORDER BY o.task, o.budget
 """
 LATENCY = """
 SELECT o.task, printf('%.0f %%', 100 * o.budget) AS "ARR-COC's tokens", printf('%.3f', o.accuracy) AS "ARR-COC",
-    printf('%.3f', d.accuracy) AS "downscale at equal latency", printf('%.1f', o.seconds_mean * 1e3) AS "ARR-COC, ms",
-    printf('%.1f', d.seconds_mean * 1e3) AS "downscale, ms", printf('%.1f', s.seconds_mean * 1e3) AS "stock, ms",
-    CASE WHEN o.accuracy > d.accuracy THEN 'yes' ELSE '**no**' END AS above
-FROM told o JOIN told d ON d.task = o.task AND d.budget = o.budget AND d.method = 'downscale_latency'
+    printf('%.3f', max(d.accuracy) FILTER (d.method = 'downscale_latency')) AS downscale,
+    printf('%.3f', max(d.accuracy) FILTER (d.method = 'blind_latency')) AS blind,
+    printf('%.3f', max(d.accuracy) FILTER (d.method = 'uniform_latency')) AS uniform,
+    printf('%.1f', o.seconds_mean * 1e3) AS "ARR-COC, ms",
+    printf('%.1f', max(d.seconds_mean) FILTER (d.method = 'downscale_latency') * 1e3) AS "downscale, ms",
+    printf('%.1f', max(s.seconds_mean) * 1e3) AS "stock, ms",
+    CASE WHEN o.accuracy > max(d.accuracy) THEN 'yes' ELSE '**no**' END AS "above all"
+FROM told o JOIN told d ON d.task = o.task AND d.budget = o.budget AND ends_with(d.method, '_latency')
 LEFT JOIN told s ON s.task = o.task AND s.method = 'stock'
-WHERE o.method = 'arr_coc' ORDER BY o.task, o.budget
+WHERE o.method = 'arr_coc' GROUP BY o.task, o.budget, o.accuracy, o.seconds_mean ORDER BY o.task, o.budget
+"""
+BEHAVIOUR = """
+SELECT task, printf('%.0f %%', 100 * budget) AS tokens, printf('%.3f', distinctiveness) AS "distance between questions",
+    printf('%.3f', pointing_game) AS "pointing game", printf('%.3f', calibration_error) AS "calibration error"
+FROM told WHERE method = 'arr_coc' ORDER BY task, budget
 """
 FAILS = """
 SELECT task, printf('%.0f %%', 100 * budget) AS tokens, max(n_downscale_wrong) AS "downscale wrong",
@@ -166,7 +176,9 @@ def index(con, card: Path) -> str:
 
 
 BLOCKS = {
-    "headline": table(HEADLINE),
+    "headline": table(HEADLINE.replace("$$", "*")),
+    "dense": table(HEADLINE.replace("$$", "stratum:dense")),
+    "behaviour": table(BEHAVIOUR),
     "latency": table(LATENCY),
     "fails": table(FAILS),
     "methods": by_method,

@@ -267,8 +267,9 @@ def summarise(rows: list[dict]) -> list[dict]:
     return sorted(out, key=lambda r: (r["task"], r["budget"], r["method"], r["question_type"]))
 
 
-def describe(rows: list[dict], said: dict) -> list[dict]:
-    """`runs`: paired tests, the samples that downscaling gets wrong, latency, pointing and calibration."""
+def describe(rows: list[dict], said: dict, probed: list[dict]) -> list[dict]:
+    """`runs`: paired tests, the samples that downscaling gets wrong, latency, pointing, calibration, the probe."""
+    apart = {("arr_coc", p["split"], p["budget"]): p["distance"] for p in probed}
     groups = defaultdict(dict)
     for row in rows:
         groups[row["task"], row["split"], row["method"], row["budget"]][row["sample_id"]] = row
@@ -286,6 +287,7 @@ def describe(rows: list[dict], said: dict) -> list[dict]:
         row |= {"seconds_mean": _mean(r["seconds"] for r in group.values())}
         row |= {"pointing_game": _mean(r["pointing_hit"] for r in group.values())}
         error = metrics.calibration_error(torch.tensor(counts).double().sum(0)) if counts else None
+        row["distinctiveness"] = apart.get((method, split, budget)) if task.startswith("scenes") else None
         out.append(said | row | {"calibration_error": error})
     return sorted(out, key=lambda r: (r["task"], r["budget"], r["method"]))
 
@@ -309,11 +311,11 @@ def finish(out: Path, batch_size: int = 16) -> dict[str, Path]:
     if not rows:
         raise Refused(f"{out} holds no rows yet: run `python -m benchmarks run --out {out}` first.")
     rows.sort(key=lambda r: (r["task"], r["budget"], r["method"], r["sample_id"]))
-    name = {"run_id": said["run_id"], "model": said["model"]}
+    name, probed = {"run_id": said["run_id"], "model": said["model"]}, out / "probe.json"
     tables = {
         "samples": [name | row for row in rows],
         "summary": [name | row for row in summarise(rows)],
-        "runs": describe(rows, said),
+        "runs": describe(rows, said, json.loads(probed.read_text()) if probed.exists() else []),
     }
     paths = {}
     for config, table in tables.items():

@@ -18,7 +18,7 @@ SCHEMAS = {
         | {"date": _TEXT, "n": _INT, "accuracy": _REAL}
         | {"p_against_stock": _REAL, "p_against_downscale": _REAL}
         | {"n_downscale_wrong": _INT, "accuracy_downscale_wrong": _REAL}
-        | {"seconds_mean": _REAL, "pointing_game": _REAL, "calibration_error": _REAL}
+        | {"seconds_mean": _REAL, "pointing_game": _REAL, "calibration_error": _REAL, "distinctiveness": _REAL}
     ),
     # A row for each answer.
     "samples": Features(

@@ -158,6 +158,7 @@ class TestParquet:
         assert oracle["p_against_downscale"] == pytest.approx(2 / 2**3)  # three to none
         assert oracle["p_against_stock"] == pytest.approx(0.25)
         assert oracle["calibration_error"] == pytest.approx((0 * 2 + 0.4 * 2) / 4)
+        assert oracle["distinctiveness"] is None
         assert oracle["code"] == "c0de" and oracle["drops"] == METHODS["oracle"].drops
         downscale = next(r for r in rows if r["method"] == "downscale")
         assert downscale["p_against_downscale"] is None and downscale["accuracy_downscale_wrong"] == 0
@@ -223,3 +224,17 @@ class TestCommandLine:
         assert main(["list"]) == 0
         said = capsys.readouterr().out
         assert all(f" {name} " in said for name in (*METHODS, *tasks.TASKS))
+
+
+def test_the_probe_counts_how_far_questions_stand_apart(tmp_path, counted):
+    from benchmarks.probe import probe
+
+    said = probe(small_model(), tiny_processor(), "normal", 3, 0.2)
+    assert said["images"] == 3 and 0 <= said["distance"] <= 1
+    go(tmp_path)
+    rows = runner.describe(runner.rows_of(tmp_path), SAID, [said | {"split": "test", "budget": 0.1}])
+    assert all(r["distinctiveness"] is None for r in rows)  # none of them is ours, on scenes
+    ours = [r | {"method": "arr_coc", "task": "scenes_x"} for r in runner.rows_of(tmp_path) if r["budget"] == 0.1]
+    assert (
+        runner.describe(ours, SAID, [said | {"split": "test", "budget": 0.1}])[0]["distinctiveness"] == said["distance"]
+    )

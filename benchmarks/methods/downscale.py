@@ -31,7 +31,7 @@ def shape_for(h: int, w: int, budget: int, skew: float = 1.35) -> tuple[int, int
 
 
 def equal_latency(config, h: int, w: int, budget: int, text: int = 32) -> int:
-    """Tokens of a smaller image whose prefill costs what a glance at `h x w` cells and `budget` tokens cost."""
+    """Tokens whose prefill alone costs what a glance at `h x w` cells and `budget` tokens cost."""
     s = flat_scale(h, w, config.glance_tokens)
     ours = prefill_flops(config, budget, text)
     if config.participatory != "texture":

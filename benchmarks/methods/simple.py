@@ -7,6 +7,7 @@ from torch import Tensor
 
 from arr_coc.texture import detail
 
+from .downscale import equal_latency
 from .interface import Method, at_scale_1, before, pixels, top
 
 
@@ -43,13 +44,26 @@ def _blind(model, batch, i, budget):
     return at_scale_1(top(lost.flatten().cpu(), budget), batch.grids[i][1])
 
 
+def at_equal_latency(choose):
+    """The same choice with as many tokens as cost what ARR-COC costs at this budget."""
+
+    def more(model, batch, i, budget):
+        return choose(model, batch, i, equal_latency(model.config, *batch.grids[i], budget))
+
+    return before(more)
+
+
+def _uniform(model, batch, i, budget):
+    return uniform_cells(*batch.grids[i], budget)
+
+
 METHODS = [
     Method("random", "before the tower", "cells drawn at random, seeded by the sample", before(_random)),
     Method(
         "uniform",
         "before the tower",
         "evenly spaced cells",
-        before(lambda model, batch, i, budget: uniform_cells(*batch.grids[i], budget)),
+        before(_uniform),
     ),
     Method(
         "centre",
@@ -58,4 +72,6 @@ METHODS = [
         before(lambda model, batch, i, budget: central_cells(*batch.grids[i], budget)),
     ),
     Method("blind", "before the tower", "the cells that lose most by shrinking, whatever is asked", before(_blind)),
+    Method("uniform_latency", "before the tower", "evenly spaced cells, at ARR-COC's cost", at_equal_latency(_uniform)),
+    Method("blind_latency", "before the tower", "the most detailed cells, at ARR-COC's cost", at_equal_latency(_blind)),
 ]
