@@ -477,6 +477,7 @@ def launch(demo: gr.Blocks, **kwargs):
         theme=theme(),
         css_paths=HERE / "app.css",
         max_file_size="10mb",
+        show_error=True,  # words, never a trace: what fails in a handler has been put into words before
         mcp_server=has_mcp(),
         footer_links=["api", "settings"],
         ssr_mode=False,

@@ -20,14 +20,13 @@ MAX_ASKED = 8  # questions or budgets at once
 
 
 class File(ImageData):
-    """An uploaded file. A path or link typed in its place is refused in plain words."""
+    """An uploaded file; text in its place is a file without a path, which `read_image` refuses in plain words."""
 
     @pydantic.model_validator(mode="before")
     @classmethod
     def _is_file(cls, value):
-        if not isinstance(value, (dict, ImageData)):
-            raise gr.Error(NO_LINKS, print_exception=False)
-        return value
+        typed = not isinstance(value, (dict, ImageData))
+        return {"url": str(value), "meta": {"_type": "gradio.FileData"}} if typed else value
 
 
 class Upload(gr.Image):
@@ -37,7 +36,7 @@ class Upload(gr.Image):
     data_model = File
 
     def preprocess(self, payload):
-        return payload and (payload.path or payload.url)
+        return payload and (payload.path or "data:")
 
     async def async_move_resource_to_block_cache(self, url_or_file_path):
         if url_or_file_path and "://" in str(url_or_file_path):
@@ -71,7 +70,9 @@ def read_question(text: str | None) -> str:
 
 def read_several(texts, read: Callable, what: str) -> list:
     """A few lines, or a list from the API, each by `read`."""
-    texts = texts.splitlines() if isinstance(texts, str) else list(texts or [])
+    if not isinstance(texts, (str, list, type(None))):
+        raise Refused(f"Give the {what} as a list.")
+    texts = texts.splitlines() if isinstance(texts, str) else texts or []
     texts = [str(text) for text in texts if str(text).strip()]
     if not 0 < len(texts) <= MAX_ASKED:
         raise Refused(f"Give 1 to {MAX_ASKED} {what}, one a line; there are {len(texts)}.")
