@@ -28,13 +28,14 @@ of AS (SELECT task, budget, method, n, accuracy, accuracy_low, accuracy_high FRO
 SELECT o.task, printf('%.0f %%', 100 * o.budget) AS tokens, o.n,
     printf('%.3f', s.accuracy) AS stock,
     printf('%.3f [%.3f, %.3f]', o.accuracy, o.accuracy_low, o.accuracy_high) AS "ARR-COC",
-    printf('%.3f', d.accuracy) AS downscale,
+    printf('%.3f', d.accuracy) AS downscale, printf('%.3f', b.accuracy) AS blind,
     printf('%s %.3f', rival.method, rival.accuracy) AS "best of the others",
     printf('%.3f', x.accuracy) AS oracle,
     CASE WHEN o.accuracy > rival.accuracy THEN 'yes' ELSE '**no**' END AS "above all"
 FROM of o JOIN rival USING (task, budget)
 LEFT JOIN of s ON s.task = o.task AND s.method = 'stock'
 LEFT JOIN of d ON d.task = o.task AND d.budget = o.budget AND d.method = 'downscale'
+LEFT JOIN of b ON b.task = o.task AND b.budget = o.budget AND b.method = 'blind'
 LEFT JOIN of x ON x.task = o.task AND x.budget = o.budget AND x.method = 'oracle'
 WHERE o.method = 'arr_coc' ORDER BY o.task, o.budget
 """

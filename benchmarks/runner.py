@@ -31,7 +31,13 @@ from .tasks import Task
 ROOT = Path(__file__).resolve().parents[1]
 # What decides an answer or a measure.
 SOURCES = ("*_arr_coc.py", "texture.py", "knowing.py", "balancing.py", "attending.py", "realizing.py")
-SOURCES += ("benchmarks/methods/*.py", "benchmarks/scene*.py", "benchmarks/metrics.py", "benchmarks/tasks.py")
+SOURCES += (
+    "benchmarks/methods/*.py",
+    "benchmarks/scene*.py",
+    "benchmarks/metrics.py",
+    "benchmarks/tasks.py",
+    "benchmarks/assets/*.npz",
+)
 NOT_SOURCES = ("scenes_report.py", "scenes_dataset.py")
 
 

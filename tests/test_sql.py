@@ -145,7 +145,7 @@ class TestReport:
         cells = [c.strip() for c in lines[2].split("|")[1:-1]]
         # Half of the answers are right for every method but the oracle: a tie, so ours is not above all.
         assert cells[:4] == ["toy", "10 %", "12", "0.500"] and cells[4].startswith("0.500 [0.2")
-        assert cells[5] == "0.500" and cells[7:] == ["1.000", "**no**"]
+        assert cells[5] == "0.500" and cells[6] == "0.500" and cells[8:] == ["1.000", "**no**"]
 
     def test_writing_twice_changes_nothing(self, con):
         for path in report.CARDS:
@@ -181,6 +181,25 @@ class TestReport:
 
         head = yaml.safe_load(report.CARDS[1].read_text().split("---")[1])
         assert {c["config_name"] for c in head["configs"]} == {*schema.SCHEMAS, "pictures"}
+
+
+def test_the_committed_pictures_are_the_test_questions(tmp_path):
+    from itertools import islice
+
+    from datasets import Dataset
+
+    from benchmarks.pictures import features
+    from benchmarks.tasks import SCENES, TASKS
+
+    data = Dataset.from_parquet(str(DATA / "pictures" / "scenes.parquet"), cache_dir=str(tmp_path))
+    assert data.features == features() and len(data) >= 200
+    for name in SCENES:
+        kept = [row for row in data.select_columns(["id", "split", "question", "answer", "boxes", "seed"])
+                if row["split"] == TASKS[name].split]  # fmt: skip
+        for row, sample in zip(kept[:6], islice(TASKS[name].rows(6), 6), strict=True):
+            assert row["id"] == sample["id"] and row["question"] == sample["question"]
+            assert row["answer"] == sample["answers"][0] and row["boxes"] == [list(b) for b in sample["boxes"]]
+    assert data[0]["image"].size == (512, 512)
 
 
 def test_the_committed_rows_load_through_datasets(tmp_path):
