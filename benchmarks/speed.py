@@ -15,6 +15,8 @@ ratios.
 """
 
 import argparse
+import ctypes
+import gc
 import json
 import os
 import statistics
@@ -140,6 +142,8 @@ class PeakMemory:
             torch.cuda.reset_peak_memory_stats()
             self.start = torch.cuda.memory_allocated()
             return self
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # or what an earlier method freed would hide what this one takes
         self.start = self.most = _resident()
         self.running = True
         self.thread = threading.Thread(target=self._watch, daemon=True)
@@ -177,8 +181,6 @@ def once(model, processor, batch: Batch, name: str, tokens: int) -> dict:
     """One prefill: seconds by stage (`*` is all of it), peak bytes, and the tokens that were kept."""
     method, device = method_of(name), str(model.device)
     batch = replace(batch, _seen={})  # nothing is shared between methods here
-    if model.device.type == "cuda":
-        torch.cuda.empty_cache()
     with PeakMemory(device) as memory, Clock(model) as clock:
         start = clock.now()
         out = method.answer(model, batch, [tokens] * len(batch.samples), Prefill(processor, clock, 1 + STEPS))

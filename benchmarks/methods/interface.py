@@ -77,7 +77,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Method:
-    """`answer(model, batch, budgets, generate)` with a budget in tokens for each image."""
+    """`answer(model, batch, budgets, run)` -> Outcome, with a budget in tokens for each image."""
 
     name: str
     drops: str  # where tokens drop: "nowhere", "before the tower", "after the tower", "in the language model"
