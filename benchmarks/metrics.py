@@ -44,13 +44,15 @@ def box_mass(density: Tensor, evidence: Tensor) -> float:
     return float(density[evidence].sum() / density.sum())
 
 
-def box_iou(density: Tensor, evidence: Tensor) -> float:
+def box_iou(density: Tensor, evidence: Tensor, heat: Tensor | None = None) -> float:
     """Overlap of the evidence with as many of the most magnified cells, over their union.
 
-    Where cells tie for the last places each counts by the share of them that would be taken, so that no order of cells
-    is favoured.
+    Cells at the same scale are told apart by `heat [h, w]` in [0, 1], where there is one. Where cells still tie for the
+    last places each counts by the share of them that would be taken, so that no order of cells is favoured.
     """
     k = int(evidence.sum())
+    if heat is not None:
+        density = 32 * density + heat.double()  # densities are sixteenths: heat never outweighs a scale
     level = density.flatten().sort(descending=True).values[k - 1]
     tied = density == level
     taken = (density > level).double() + tied.double() * (k - float((density > level).sum())) / float(tied.sum())
@@ -134,7 +136,7 @@ def percentile(values: Sequence[float], share: float) -> float:
 def placement(kept: Tensor, grid: tuple[int, int], boxes: Sequence, size: tuple[int, int], heat: Tensor | None = None):
     """The measures of one sample's choice that the evidence allows, else None: the columns of `samples`.
 
-    `heat [h, w]` is what points; without one the homunculus does.
+    `heat [h, w]` is what points, and what tells cells of one scale apart; without one the homunculus alone does.
     """
     names = ("evidence_recall", "box_mass", "iou", "pointing_hit")
     evidence = evidence_cells(boxes, grid, size)
@@ -145,7 +147,7 @@ def placement(kept: Tensor, grid: tuple[int, int], boxes: Sequence, size: tuple[
     return dict(
         zip(
             names,
-            (evidence_recall(density, evidence), box_mass(density, evidence), box_iou(density, evidence), points),
+            (evidence_recall(density, evidence), box_mass(density, evidence), box_iou(density, evidence, heat), points),
             strict=True,
         )
     )

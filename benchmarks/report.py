@@ -68,7 +68,9 @@ FROM told WHERE budget < 1 GROUP BY task, budget ORDER BY task, told.budget
 """
 EVIDENCE = f"""
 SELECT task, method, count(*) AS n, printf('%.3f', avg(evidence_recall)) AS "evidence kept at scale 1",
-    printf('%.3f', avg(box_mass)) AS "tokens in the box", printf('%.3f', avg(iou)) AS "IoU",
+    printf('%.3f', avg(box_mass)) AS "tokens in the box",
+    printf('%.3f', avg(box_mass / least(1, evidence_cells / visual_tokens))) AS "of the most possible",
+    printf('%.3f', avg(iou)) AS "IoU",
     printf('%.3f', avg(pointing_hit)) AS "pointing game"
 FROM one WHERE evidence_boxes = 1 AND budget = {AT} AND NOT starts_with(method, 'downscale')
 GROUP BY ALL ORDER BY task, avg(evidence_recall) DESC, method
@@ -95,13 +97,14 @@ SELECT shape, device, batch, native_tokens || ' → ' || budget_tokens AS tokens
     printf('%.3f', max(ratio_to_stock) FILTER (stage = '*')) AS "of stock's prefill",
     printf('%.3f', max(ratio_to_stock) FILTER (stage = 'model')) AS "by FLOPs",
     printf('%.0f', max(peak_bytes) FILTER (stage = '*') / 1e6) AS "peak MB",
-    printf('%.0f', max(kv_bytes) FILTER (stage = '*') / 1e6) AS "KV MB"
+    printf('%.1f', max(kv_bytes) FILTER (stage = '*') / 1e6) AS "KV MB"
 FROM timed GROUP BY shape, device, batch, native_tokens, budget_tokens, method
 ORDER BY shape, device, batch, native_tokens, budget_tokens, max(ratio_to_stock) FILTER (stage = '*'), method
 """
 ROWS = """
 SELECT model, task, split, count(DISTINCT sample_id) AS questions, count(DISTINCT method) AS methods,
-    string_agg(DISTINCT printf('%.0f %%', 100 * budget), ', ' ORDER BY printf('%.0f %%', 100 * budget)) AS budgets,
+    array_to_string(list_transform(list_sort(list(DISTINCT budget)), lambda b: printf('%.0f %%', 100 * b)), ', ')
+        AS budgets,
     count(*) AS answers, max(run_id) AS run
 FROM samples GROUP BY ALL ORDER BY task, model
 """

@@ -45,6 +45,13 @@ class TestChoices:
         assert metrics.pointing_game(flat, evidence) == 0.25
         assert metrics.pointing_game(torch.tensor([[0.9, 0.2], [0.1, 0.3]]), evidence) == 1
 
+    def test_heat_tells_cells_of_one_scale_apart_and_never_outweighs_a_scale(self):
+        evidence = torch.tensor([[True, False, False]])
+        density = torch.tensor([[1.0, 1.0, 0.25]])
+        assert metrics.box_iou(density, evidence) == pytest.approx(0.5 / 1.5)
+        assert metrics.box_iou(density, evidence, torch.tensor([[0.9, 0.2, 1.0]])) == 1
+        assert metrics.box_iou(density, evidence, torch.tensor([[0.1, 0.2, 1.0]])) == 0
+
     def test_perfect_is_one(self):
         evidence = torch.tensor([[True, True], [False, False]])
         density = evidence.double()
