@@ -7,11 +7,25 @@ import sys
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import IMAGE, NEXT_TURN, as_stock, make_inputs, make_model, random_image
+from conftest import (
+    IM_START,
+    IMAGE,
+    NEWLINE,
+    NEXT_TURN,
+    USER,
+    VISION_END,
+    VISION_START,
+    as_stock,
+    make_inputs,
+    make_model,
+    random_image,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arr_coc.attending import flat, resolve_budget
+from arr_coc.modeling_arr_coc import _Prompt
+from arr_coc.realizing import gather_patches
 from arr_coc.texture import from_patches, to_patches
 
 # One image; two of different sizes around text; none; an image of one cell, with an earlier turn.
@@ -549,3 +563,42 @@ def test_another_normalisation_of_the_pixels_is_undone():
     got = model.perceive(**other, num_visual_tokens=6)
     torch.testing.assert_close(got.texture[0], wanted.texture[0], rtol=0, atol=1e-4)
     assert same(got.allocation, wanted.allocation)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("fields", [{}, {"glance_layers": 4, "glance_readout_layers": 3}, {"glance_layers": 1}])
+def test_the_glance_is_what_stock_sees_of_a_thumbnail(fields):
+    """Each image on its own: states against the next layer's input, queries and keys against eager attention."""
+    model, inputs = make_model(attn_implementation="eager", **fields), make_inputs(SAMPLES)
+    stock, states, depth = as_stock(model), [], model.config.num_glance_layers
+    if depth < 4:
+        stock.model.language_model.layers[depth].register_forward_pre_hook(lambda _, args: states.append(args[0][0]))
+    names = ("input_ids", "attention_mask", "pixel_values", "image_grid_thw")
+    prompt = _Prompt(**{name: inputs[name] for name in names}, config=model.config)
+    questions = [prompt.question(row) for row in prompt.image_rows]
+    assert [q.tolist() for q in questions] == [[5, 6, 7], [8, 9, 11, 12], [8, 9, 11, 12], [17, 18], [17, 18]]
+    for i, glance in enumerate(model._glance(prompt, questions)):
+        (h, w), scale = prompt.grids[i], 1 if i in (2, 3, 4) else 2  # the config allows 16 tokens
+        rows, columns = -(-h // scale), -(-w // scale)
+        n = rows * columns
+        ids = [IM_START, USER, NEWLINE, VISION_START, *[IMAGE] * n, VISION_END, *questions[i].tolist()]
+        ids = torch.tensor([ids])
+        out = stock(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            mm_token_type_ids=(ids == IMAGE).int(),
+            pixel_values=gather_patches(prompt.patches[i], flat(h, w, scale), h, w, **model._layout),
+            image_grid_thw=torch.tensor([[1, 2 * rows, 2 * columns]]),
+            output_attentions=True,
+        )
+        cells, end, asked = slice(4, 4 + n), slice(4 + n, 5 + n), slice(5 + n, None)
+        for given_next in states[i : i + 1]:
+            torch.testing.assert_close(glance.cells, given_next[cells], rtol=0, atol=1e-4)
+            torch.testing.assert_close(glance.question, given_next[asked], rtol=0, atol=1e-4)
+        read = out.attentions[:depth][-model.config.glance_readout_layers :]
+        attention = torch.cat([layer[0] for layer in read])  # [layers * heads, l, l]
+        for query, tokens in ((glance.query, asked), (glance.neutral, end)):
+            wanted = attention[:, tokens, cells]
+            got = (query @ glance.key.mT).softmax(-1)
+            torch.testing.assert_close(got, wanted / wanted.sum(-1, keepdim=True), rtol=0, atol=1e-4)
+    assert len(states) == (5 if depth < 4 else 0)

@@ -1,34 +1,13 @@
 """With the real processor: chat template in, text out, and the pipeline that most users will start from."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from conftest import random_image
 from PIL import Image
-from transformers import AutoConfig, AutoProcessor, TextStreamer, pipeline
+from transformers import AutoProcessor, TextStreamer, pipeline
 
-from arr_coc import ArrCocConfig, ArrCocForConditionalGeneration
+from arr_coc import ArrCocForConditionalGeneration
 from arr_coc.modeling_arr_coc import _Prompt
-
-TINY = Path(__file__).parent.parent / "checkpoints" / "tiny"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """`checkpoints/tiny`, or while it has no ARR-COC weights its architecture with random ones."""
-    if AutoConfig.from_pretrained(TINY).model_type == "arr_coc" and (TINY / "model.safetensors").exists():
-        return TINY
-    folder, processor = tmp_path_factory.mktemp("tiny"), AutoProcessor.from_pretrained(TINY)
-    fields = AutoConfig.from_pretrained(TINY).to_dict()
-    for name in ("architectures", "model_type", "dtype", "transformers_version"):
-        fields.pop(name, None)
-    ids = processor.tokenizer("<|im_start|>user<|im_end|>", add_special_tokens=False).input_ids
-    config = ArrCocConfig(**fields | {"user_turn_token_ids": ids[:-1], "turn_end_token_id": ids[-1]})
-    torch.manual_seed(0)
-    ArrCocForConditionalGeneration._from_config(config).save_pretrained(folder)
-    processor.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
