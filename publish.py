@@ -22,7 +22,18 @@ import tempfile
 from pathlib import Path
 
 from arr_coc.publishing import checking, layouts, staging
-from arr_coc.publishing.files import ADD_ON, REPOSITORIES, ROOT, WEIGHTS, Refused, digest, download, first_line, hashes
+from arr_coc.publishing.files import (
+    ADD_ON,
+    REPOSITORIES,
+    ROOT,
+    WEIGHTS,
+    Refused,
+    digest,
+    download,
+    first_line,
+    hashes,
+    read_record,
+)
 
 OUT = Path("out/hub")
 
@@ -55,10 +66,7 @@ def _push(args) -> int:
 
     from arr_coc.publishing.pushing import push
 
-    record = args.out / "stage.json"
-    if not record.is_file():
-        raise Refused(f"{record} is missing: run `python publish.py stage` first, or give its --out.")
-    record = json.loads(record.read_text())
+    record = read_record(args.out)
     for kind, staged in record["folders"].items():
         if digest(hashes(args.out / kind)) != staged["digest"]:
             raise Refused(f"{args.out / kind} has changed since it was staged: stage again, then check.")

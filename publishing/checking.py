@@ -47,6 +47,9 @@ import json, socket, sys
 sys.modules["arr_coc"] = sys.modules["benchmarks"] = None
 def refuse(*_, **__): raise OSError("this check runs offline")
 socket.socket.connect = socket.create_connection = refuse
+def tell(**found):
+    with open("found.json", "w") as file:
+        json.dump(found, file)
 """
 
 MODEL = (
@@ -69,7 +72,7 @@ out = model.generate(**inputs, max_new_tokens=8, do_sample=False, num_visual_tok
 perception = model.perceive(**inputs, num_visual_tokens=20)
 answer = processor.decode(out[0, inputs["input_ids"].shape[1]:], skip_special_tokens=True)
 new = out.shape[1] - inputs["input_ids"].shape[1]
-print(json.dumps({"answer": answer, "tokens": len(perception.allocation[0]), "new": new}))
+tell(answer=answer, tokens=len(perception.allocation[0]), new=new)
 """
 )
 
@@ -88,7 +91,7 @@ own, given = model.relevance.state_dict(), load_file(folder + "/arr_coc.safetens
 fits = {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in given.items()}
 assert fits, "the add-on does not fit the config"
 AutoProcessor.from_pretrained(folder)
-print(json.dumps({"weights": len(own)}))
+tell(weights=len(own))
 """
 )
 
@@ -107,14 +110,13 @@ for config in DatasetCard.load(folder / "README.md").data.to_dict()["configs"]:
 con = duckdb.connect()
 for name in rows:
     con.execute(f"CREATE VIEW {name} AS SELECT * FROM read_parquet('{folder}/{name}/*.parquet')")
-con.execute("SET enable_external_access=true")
 answers = {}
 for path in sorted((folder / "queries").glob("*.sql")):
     try:
         answers[path.stem] = len(con.execute(path.read_text()).fetchall())
     except duckdb.Error as error:
         raise SystemExit(f"queries/{path.name}: {error}")
-print(json.dumps({"rows": rows, "answers": answers}))
+tell(rows=rows, answers=answers)
 """
 )
 
@@ -210,8 +212,9 @@ def _card(folder: Path, kind: str) -> list[Finding]:
             ast.parse(block)
         except SyntaxError as error:
             problems.append(f"README.md's Python block {number} is not Python: {error}")
-    if "<!-- report:" in text and "<!-- /report" not in text:
-        problems.append("README.md opens a report section and never closes it")
+    for name in re.findall(r"<!-- begin results:(\w+)", text):
+        if f"<!-- end results:{name}" not in text:
+            problems.append(f"README.md opens results:{name} and never closes it")
     if kind == "dataset":
         for config in data.get("configs") or []:
             files = config["data_files"]
@@ -294,11 +297,12 @@ def _starts(folder: Path, model: Path | None) -> list[Finding]:
         alone = Path(scratch) / "space"
         shutil.copytree(folder, alone)
         env = _env(scratch) | {
-            "ARR_COC_MODEL": str(model.resolve()), "GRADIO_SERVER_NAME": "127.0.0.1", "GRADIO_SERVER_PORT": str(port),
+            "GRADIO_SERVER_NAME": "127.0.0.1", "GRADIO_SERVER_PORT": str(port),
             "GRADIO_ANALYTICS_ENABLED": "False",
         }  # fmt: skip
         with open(Path(scratch) / "log", "w+") as log:
-            app = subprocess.Popen([sys.executable, "app.py"], cwd=alone, env=env, stdout=log, stderr=log)
+            command = [sys.executable, "app.py", "--model", str(model.resolve())]
+            app = subprocess.Popen(command, cwd=alone, env=env, stdout=log, stderr=log)
             try:
                 began = time.monotonic()
                 while time.monotonic() - began < 180 and app.poll() is None:
@@ -336,15 +340,13 @@ def _env(scratch: str) -> dict[str, str]:
 
 
 def _child(code: str, folder: Path, *args) -> tuple[bool, dict | str]:
-    """Runs code on a folder in a process of its own -> what it printed as JSON, or what went wrong."""
+    """Runs code on a folder in a process of its own -> what it told, or what went wrong."""
     with tempfile.TemporaryDirectory() as scratch:
-        done = subprocess.run(
-            [sys.executable, "-c", code, str(folder.resolve()), *map(str, args)],
-            cwd=scratch, env=_env(scratch), capture_output=True, text=True,
-        )  # fmt: skip
-    if done.returncode:
-        return False, _last(done.stderr)
-    return True, json.loads(done.stdout.strip().splitlines()[-1])
+        command = [sys.executable, "-c", code, str(folder.resolve()), *map(str, args)]
+        done = subprocess.run(command, cwd=scratch, env=_env(scratch), capture_output=True, text=True)
+        if done.returncode:
+            return False, _last(done.stderr)
+        return True, _json(Path(scratch) / "found.json")
 
 
 def _last(text: str) -> str:
@@ -354,7 +356,11 @@ def _last(text: str) -> str:
 
 
 def _json(path: Path) -> dict:
-    return json.loads(path.read_text()) if path.is_file() else {}
+    """What a JSON file holds; nothing where it is missing or none."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
 
 
 def _as_findings(problems: list[str], otherwise: str) -> list[Finding]:

@@ -17,13 +17,15 @@ PROCESSOR = (
 )  # fmt: skip
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 PICTURES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.svg")
+EXAMPLE = "examples/astronaut.jpg"  # what the model card's snippet asks about
+SPACE_DATA = ("app.css", "examples/*.jpg", "examples/examples.json", "benchmarks/dataset/queries/*.sql")
 ALLOWED = {
     "model": (
         "README.md", "LICENSE", "config.json", "generation_config.json", "*.py", ADD_ON,
         *WEIGHTS, *PROCESSOR, *PICTURES,
     ),
     "dataset": ("README.md", "LICENSE", "*/*.parquet", "queries/*.sql", *PICTURES),
-    "space": ("README.md", "LICENSE", "requirements.txt", "*.py", "queries/*.sql", *PICTURES),
+    "space": ("README.md", "LICENSE", "requirements.txt", "*.py", *SPACE_DATA, *PICTURES),
 }  # fmt: skip
 MEGABYTES = {".safetensors": 5120, ".parquet": 512, "tokenizer.json": 32}  # the most that a file may have; others 16
 
@@ -85,3 +87,11 @@ def links(text: str) -> list[str]:
     """Targets of a Markdown text's relative links and pictures."""
     found = re.findall(r"\]\(([^)\s#]+)[^)]*\)|<img[^>]* src=\"([^\"]+)\"", text)
     return [link for pair in found for link in pair if link and not re.match(r"[a-z]+:|#|/", link)]
+
+
+def read_record(out: Path) -> dict:
+    """What `stage` wrote down about its folders."""
+    path = out / "stage.json"
+    if not path.is_file():
+        raise Refused(f"{path} is missing: run `python publish.py stage` first, or give its --out.")
+    return json.loads(path.read_text())

@@ -15,9 +15,11 @@ from .files import (
     ADD_ON,
     ALLOWED,
     CODE,
+    EXAMPLE,
     PICTURES,
     PROCESSOR,
     ROOT,
+    SPACE_DATA,
     WEIGHTS,
     Refused,
     digest,
@@ -53,7 +55,9 @@ def stage(out: Path, org: str, tag: str, source: Path, layout: str, base: str | 
             for path in folder.rglob("*"):
                 if path.suffix in (".md", ".py", ".txt"):
                     text = path.read_text(encoding="utf-8")
-                    text = text.replace("ORG/", f"{org}/").replace('revision="v1.0"', f'revision="{tag}"')
+                    text = text.replace("ORG/", f"{org}/")
+                    if path.suffix == ".md":
+                        text = re.sub(r"\bv1\.0\b", tag, text)
                     path.write_text(text, encoding="utf-8")
         for kind in kinds:
             shutil.rmtree(out / kind, ignore_errors=True)
@@ -100,6 +104,7 @@ def _stage_model(folder: Path, source: Path, layout: str, base: str | None, base
     entry = ROOT / CODE[0]
     for path in sorted({entry, *map(Path, get_relative_import_files(str(entry)))}):
         _copy(path, folder / path.name)
+    _copy(ROOT / EXAMPLE, folder / EXAMPLE)
     _copy_card(ROOT / "model_card.md", folder)
     card, named = folder / "README.md", config.get("base_model_name_or_path")
     text = card.read_text(encoding="utf-8")
@@ -111,13 +116,17 @@ def _stage_model(folder: Path, source: Path, layout: str, base: str | None, base
 
 
 def _stage_space(folder: Path):
+    """`app.py` at the root as here, and beside it the packages that it imports, as far as it does."""
     _copy_card(ROOT / "space" / "README.md", folder)
     _copy(ROOT / "space" / "requirements.txt", folder / "requirements.txt")
-    for path in _closure(ROOT / "app.py"):
-        _copy(path, folder / path.relative_to(ROOT))
-    for path in sorted((ROOT / "space").iterdir()):
-        if path.suffix in (".py", ".png", ".jpg"):
-            _copy(path, folder / path.name)
+    for target, path in closure("arr_coc.app").items():
+        _copy(path, folder / ("app.py" if path == ROOT / "app.py" else target))
+    for pattern in SPACE_DATA:
+        found = sorted(ROOT.glob(pattern))
+        if not found:
+            raise Refused(f"{pattern} is missing: the Space needs it.")
+        for path in found:
+            _copy(path, folder / path.relative_to(ROOT))
 
 
 def _stage_dataset(folder: Path):
@@ -131,25 +140,40 @@ def _stage_dataset(folder: Path):
             _copy(path, folder / name)
 
 
-def _closure(entry: Path) -> list[Path]:
-    """A script and the repository's own flat modules that it imports, whatever they are called by."""
-    found, todo = [], [entry]
+def closure(entry: str) -> dict[str, Path]:
+    """A module and all of this repository's that it imports: path in the packages -> file here."""
+    found, todo = {}, [entry]
     while todo:
-        path = todo.pop()
-        if path in found:
+        name = todo.pop()
+        where, path = _module(name)
+        if path is None or where in found:
             continue
-        if not path.is_file():
-            raise Refused(f"{path.relative_to(ROOT)} is missing: it is part of the Space.")
-        found.append(path)
+        found[where] = path
+        todo += [name.rpartition(".")[0]] if "." in name else []
+        package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
-            if isinstance(node, ast.ImportFrom):
-                names = [node.module] if node.module else [a.name for a in node.names]
-            for name in names:
-                sibling = ROOT / (name.removeprefix("arr_coc.").split(".")[0] + ".py")
-                if sibling.is_file():
-                    todo.append(sibling)
-    return sorted(found)
+            if isinstance(node, ast.Import):
+                todo += [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                parts = package[: len(package) - node.level + 1] if node.level else []
+                module = ".".join([*parts, *([node.module] if node.module else [])])
+                todo += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    if not found:
+        raise Refused(f"{entry} is missing: it is to be staged.")
+    return dict(sorted(found.items()))
+
+
+def _module(name: str) -> tuple[str, Path | None]:
+    """A dotted name -> its path in the packages, and its file; None where it is not this repository's."""
+    top, _, rest = name.partition(".")
+    home = {"arr_coc": ROOT, "benchmarks": ROOT / "benchmarks"}.get(top)
+    if home is None:
+        return name, None
+    inner = rest.replace(".", "/")
+    for tail in (f"{inner}.py", f"{inner}/__init__.py".lstrip("/")):
+        if tail != ".py" and (home / tail).is_file():
+            return f"{top}/{tail}", home / tail
+    return name, None
 
 
 def _copy_card(card: Path, folder: Path):
