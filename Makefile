@@ -2,7 +2,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 OUT ?= out
 
-.PHONY: demo ask test test-slow lint setup speed help
+.PHONY: demo ask test test-slow lint setup speed report help
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -32,4 +32,7 @@ lint: setup
 	$(PY) -m ruff check .
 
 speed: setup ## prefill of Qwen3-VL-2B's shapes, stock against chosen tokens
-	$(PY) -m benchmarks.speed
+	$(PY) -m benchmarks speed --methods stock,arr_coc_texture,arr_coc --size 1024 --budgets 200 --rounds 5 --out $(OUT)/speed
+
+report: setup ## the cards' tables and plots from the rows
+	$(PY) -m benchmarks report

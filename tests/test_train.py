@@ -278,11 +278,6 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
     assert again[0]["answers"] < whole[0]["answers"]
 
 
-def test_wilson():
-    low, high = base.wilson(95, 100)
-    assert (round(low, 4), round(high, 4)) == (0.8882, 0.9785)  # textbook values
-
-
 def test_shrunk_pictures_equal_an_area_average(data, made):
     batch = data.collate(made[:1], 2)
     small = np.asarray(Image.fromarray(made[0].image).reduce(2)).astype(int)

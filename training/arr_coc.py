@@ -35,6 +35,7 @@ from arr_coc import ArrCocConfig, ArrCocForConditionalGeneration, ArrCocOutput
 from arr_coc.attending import attend, token_gain, tokens_per_cell
 from arr_coc.balancing import TENSIONS
 from arr_coc.texture import detail, texture, to_pixels
+from benchmarks.metrics import box_mass, evidence_cells, evidence_recall
 
 CHOICES = ("straight-through", "perturbed")
 
@@ -174,17 +175,10 @@ class Collate:
 
 
 def evidence(row: Row, h: int, w: int, height: int, width: int) -> Tensor | None:
-    """`[h, w]` bool: the cells that a row's boxes reach into by a tenth of a side or more; all for the whole scene."""
+    """`[h, w]` bool: the cells that a row's boxes reach into; all for the whole scene, None where nothing is known."""
     if row.whole:
         return torch.ones(h, w, dtype=torch.bool)
-    if not len(row.boxes):
-        return None
-    out = torch.zeros(h, w, dtype=torch.bool)
-    for x0, y0, x1, y1 in row.boxes:
-        top, left = int(y0 * h / height + 0.1), int(x0 * w / width + 0.1)
-        bottom, right = math.ceil(y1 * h / height - 0.1), math.ceil(x1 * w / width - 0.1)
-        out[min(top, h - 1) : max(bottom, top + 1), min(left, w - 1) : max(right, left + 1)] = True
-    return out
+    return evidence_cells(row.boxes, (h, w), (height, width)) if len(row.boxes) else None
 
 
 def grounding_loss(perception: ArrCocOutput, masks: list[Tensor | None], weight: Tensor) -> Tensor:
@@ -219,8 +213,8 @@ def grounding_scores(perception: ArrCocOutput, masks: list[Tensor | None]) -> di
             continue
         density = tokens_per_cell(perception.allocation[i], *perception.grid[i])
         mask = mask.cpu()
-        recall.append(float((density[mask] == 1).double().mean()))
-        mass.append(float(density[mask].sum() / density.sum()))
+        recall.append(evidence_recall(density, mask))
+        mass.append(box_mass(density, mask))
     if not recall:
         return {}
     return {"evidence_recall": float(np.mean(recall)), "evidence_mass": float(np.mean(mass))}

@@ -45,6 +45,7 @@ from transformers.vision_utils import get_vision_interpolation_indices_and_weigh
 from arr_coc.checkpoints.make_tiny import tiny_config
 from arr_coc.texture import to_patches
 from benchmarks import scenes
+from benchmarks.metrics import wilson
 
 # SIZE:BATCH:WEIGHT of the stages unless --stage says otherwise, with a GPU and without
 CUDA_STAGES = ("128:512:1", "256:256:2", "512:128:7")
@@ -654,13 +655,6 @@ class Dropping:
 
 # ---------------------------------------------------------------------------------------------------------------
 # evaluate: greedy answers on the fixed test sets
-
-
-def wilson(hits: int, n: int, z: float = 1.96) -> tuple[float, float]:
-    """The 95 % interval of a share of `hits` in `n` (Wilson 1927): sound near 0 and 1, where ours live."""
-    p = hits / n
-    centre, spread = p + z * z / (2 * n), z * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    return (centre - spread) / (1 + z * z / n), (centre + spread) / (1 + z * z / n)
 
 
 def evaluate(args: argparse.Namespace):
