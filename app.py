@@ -357,7 +357,7 @@ def build(opening: bool = True) -> gr.Blocks:
             with gr.Tab("Results"):
                 results_tab(page)
             with gr.Tab("API"):
-                gr.Markdown(panels.api_text(MODEL["name"], has_mcp()))
+                gr.HTML(panels.api(has_mcp()))
 
         settings = [allocator, realize, longest]
         gr.on([go.click, question.submit], refusing(page_compare), [image, question, budget, exact, *settings],
@@ -410,7 +410,9 @@ def results_tab(page: dict):
     gr.HTML(panels.section("Ask the rows", "Tables runs, samples, summary, speed: one SELECT, 5 seconds, 200 rows."))
     named = results.queries()
     names = gr.Dropdown(list(named), value=next(iter(named), None), label="Named queries")
-    box = gr.Code(next(iter(named.values()), ""), language="sql", label="SQL", lines=6, elem_id="sql")
+    box = gr.Textbox(
+        next(iter(named.values()), ""), label="SQL", lines=8, max_lines=16, max_length=results.CHARACTERS, elem_id="sql"
+    )
     button, table = gr.Button("Run"), gr.HTML()
     names.input(named.get, names, box, api_visibility="private", show_progress="hidden")
     button.click(refusing(_once(show_rows)), box, table, concurrency_limit=2, show_progress="hidden", **page)
@@ -476,6 +478,7 @@ def launch(demo: gr.Blocks, **kwargs):
     return demo.launch(
         theme=theme(),
         css_paths=HERE / "app.css",
+        js=panels.KEYBOARD,
         max_file_size="10mb",
         show_error=True,  # words, never a trace: what fails in a handler has been put into words before
         mcp_server=has_mcp(),

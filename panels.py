@@ -22,6 +22,31 @@ OPPONENTS = {  # what leaning to either side means
     "diversify": "reach far from them",
 }
 
+# Gradio's image slider knows only the mouse: this lets the arrow keys move its handle, and names its pictures.
+KEYBOARD = """() => {
+  const move = (handle, step) => {
+    const frame = handle.parentElement.getBoundingClientRect(), grip = handle.getBoundingClientRect();
+    const from = grip.left + grip.width / 2, clientY = frame.top + frame.height / 2;
+    const to = Math.min(frame.right - 1, Math.max(frame.left + 1, from + step * frame.width));
+    const fire = (target, type, clientX) => target.dispatchEvent(
+      new MouseEvent(type, {bubbles: true, cancelable: true, view: window, clientX, clientY}));
+    fire(handle, "mousedown", from); fire(window, "mousemove", to); fire(window, "mouseup", to);
+    handle.setAttribute("aria-valuenow", Math.round(100 * (to - frame.left) / frame.width));
+  };
+  const dress = () => document.querySelectorAll("#slide [data-testid=slider]:not([tabindex])").forEach(handle => {
+    const told = {tabindex: 0, role: "slider", "aria-label": "Slide between the image and what the model sees",
+                  "aria-valuemin": 0, "aria-valuemax": 100, "aria-valuenow": 50};
+    for (const name in told) handle.setAttribute(name, told[name]);
+    handle.addEventListener("keydown", event => {
+      const step = {ArrowLeft: -0.05, ArrowRight: 0.05, Home: -1, End: 1}[event.key];
+      if (step) { event.preventDefault(); move(handle, step); }
+    });
+    document.querySelectorAll("#slide img").forEach((img, i) => img.alt = i ? "What the model sees" : "The image");
+  });
+  new MutationObserver(dress).observe(document.body, {childList: true, subtree: true});
+  dress();
+}"""
+
 
 def figure(picture: Image.Image, title: str, note: str = "", *, wide: int = 640) -> str:
     """A picture with its caption."""
@@ -184,32 +209,34 @@ def section(title: str, line: str) -> str:
     return f"<h2>{_e(title)}</h2><p>{_e(line)}</p>"
 
 
-def api_text(model: str, mcp: bool) -> str:
-    """How to call this app from a program, as Markdown."""
-    tools = (
-        "The same functions are tools over MCP, at `/gradio_api/mcp/` of this address."
-        if mcp
-        else "MCP is off: this installation lacks the extra `gradio[mcp]`. `pip install 'gradio[mcp]'` turns it on."
-    )
-    return f"""## From a program
-```python
+CALLS = """\
 from gradio_client import Client, handle_file
 
-client = Client("ADDRESS OF THIS PAGE")
-report, seen, relevance, homunculus = client.predict(
-    handle_file("photo.jpg"), "What does the sign say?", "20%", api_name="/compare"
-)
+client = Client("the address of this page")
+photo = handle_file("photo.jpg")
+report, seen, relevance, homunculus = client.predict(photo, "What does the sign say?", "20%", api_name="/compare")
 print(report["arr_coc"]["answer"], report["ratio"])
 
-client.predict(handle_file("photo.jpg"), ["What is this?", "Where is it?"], "20%", api_name="/questions")
-client.predict(handle_file("photo.jpg"), "What is this?", ["5%", "20%", "all"], api_name="/budgets")
+client.predict(photo, ["What is this?", "Where is it?"], "20%", api_name="/questions")
+client.predict(photo, "What is this?", ["5%", "20%", "all"], api_name="/budgets")
 client.predict("SELECT * FROM summary", api_name="/sql")
-client.predict(api_name="/about")
-```
-`/compare` gives both answers with tokens, seconds and bytes, then three pictures; its model is `{model}`.
+client.predict(api_name="/about")"""
 
-{tools}
-"""
+
+def api(mcp: bool) -> str:
+    """How to call this app from a program."""
+    tools = (
+        "The same functions are tools over MCP, at <code>/gradio_api/mcp/</code> of this address."
+        if mcp
+        else "MCP is off: this installation lacks the extra <code>gradio[mcp]</code>, and "
+        "<code>pip install 'gradio[mcp]'</code> turns it on."
+    )
+    return (
+        f'{section("From a program", "Everything that the page does, as functions.")}<pre class="calls" tabindex="0" '
+        f'role="region" aria-label="Python"><code>{_e(CALLS)}</code></pre><p><code>/compare</code> gives both answers '
+        f"with tokens, seconds and bytes, then three pictures as files. <i>Use via API</i>, at the foot of the page, "
+        f"lists every argument.</p><p>{tools}</p>"
+    )
 
 
 def plots(paths: Iterable) -> str:
