@@ -382,6 +382,16 @@ class TestDeterminism:
                 got = model.perceive(**inputs, num_visual_tokens=8)
         assert same(got.gain, wanted.gain) and same(got.allocation, wanted.allocation)
 
+    @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+    @pytest.mark.parametrize("participatory", ["texture", "both"])
+    def test_on_every_device(self, inputs, participatory):
+        model = make_model(participatory=participatory)
+        wanted = allocations(model, inputs)
+        moved = {k: v.cuda() for k, v in inputs.items()}
+        assert same(allocations(model.cuda(), moved), wanted)
+        out = model.generate(**moved, num_visual_tokens=8, max_new_tokens=4)
+        assert torch.equal(out[:, :-4], moved["input_ids"])
+
     def test_casting_the_model_leaves_what_is_learned_as_it_is(self):
         model = make_model()
         before = {k: v.clone() for k, v in model.relevance.state_dict().items()}
