@@ -2,7 +2,7 @@ PYTHON ?= python3
 PY := .venv/bin/python
 OUT ?= out
 
-.PHONY: demo ask test test-slow lint setup speed report help
+.PHONY: demo ask test test-slow lint setup speed report help rehearse compat publish-check
 
 help: ## what can be made
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/'
@@ -25,7 +25,7 @@ ask: setup ## the same on the command line, about a photograph, and a picture of
 test: setup lint ## the fast tests
 	$(PY) -m pytest tests
 
-test-slow: setup ## the long ones
+test-slow: setup .venv/olah/bin/olah-cli ## the long ones
 	$(PY) -m pytest tests -m slow
 
 lint: setup
@@ -36,3 +36,18 @@ speed: setup ## prefill of Qwen3-VL-2B's shapes, stock against chosen tokens
 
 report: setup ## the cards' tables and plots from the rows
 	$(PY) -m benchmarks report
+
+rehearse: setup .venv/olah/bin/olah-cli ## the first load of a full-size checkpoint from a Hub on loopback (9 GB of disk)
+	$(PY) -W ignore tests/rehearse.py
+
+compat: setup ## the suite's core against each transformers that we claim, and ZeroGPU's torch (a 5 GB download)
+	$(PY) tests/compat.py
+
+ORG ?= ORG
+publish-check: setup ## stage the three repositories for ORG=..., and check each alone
+	$(PY) -W ignore publish.py stage --org $(ORG)
+	$(PY) -W ignore publish.py check
+
+.venv/olah/bin/olah-cli: ## in an environment of its own: it serves the Hub's API from local git repositories
+	$(PYTHON) -m venv .venv/olah
+	.venv/olah/bin/python -m pip install --quiet olah==0.5.4

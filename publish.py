@@ -54,7 +54,7 @@ def _report(folders: dict[str, Path], base: str | None, run: bool = True) -> int
     """Prints the findings of each folder -> 0 if none failed."""
     failed = 0
     for kind, folder in folders.items():
-        for passed, text in checking.check(folder, kind, base, folders.get("model"), run):
+        for passed, text in checking.check(folder, kind, base, folders, run):
             print(f"{ {True: 'ok  ', False: 'FAIL', None: 'skip'}[passed] } {kind}: {text}", flush=True)
             failed += passed is False
     return int(failed > 0)

@@ -18,7 +18,7 @@ import urllib.request
 import zipfile
 from pathlib import Path
 
-from .files import ADD_ON, ALLOWED, CODE, MEGABYTES, PLACEHOLDERS, WEIGHTS, Refused, hashes, links
+from .files import ADD_ON, ALLOWED, CODE, MEGABYTES, PLACEHOLDERS, WEIGHTS, Refused, hashes, links, write_json
 from .layouts import shard_files, tensors_of
 
 SECRETS = re.compile(
@@ -115,20 +115,20 @@ for path in sorted((folder / "queries").glob("*.sql")):
     try:
         answers[path.stem] = len(con.execute(path.read_text()).fetchall())
     except duckdb.Error as error:
-        raise SystemExit(f"queries/{path.name}: {error}")
+        raise SystemExit(f"queries/{path.name}: {str(error).splitlines()[0]}")
 tell(rows=rows, answers=answers)
 """
 )
 
 
 def check(
-    folder: Path, kind: str, base: str | None = None, model: Path | None = None, run: bool = True
+    folder: Path, kind: str, base: str | None = None, beside: dict[str, Path] | None = None, run: bool = True
 ) -> list[Finding]:
     """All findings about one folder.
 
     Args:
         base: a local copy of the add-on's base, else it must lie in the Hub's cache.
-        model: the model's folder, which the Space's app is started against.
+        beside: the model's and the dataset's folders, which the Space's app is started against.
         run: also load, query or start what the folder holds; else its files are only read.
     """
     if not folder.is_dir():
@@ -139,7 +139,7 @@ def check(
     if not run or any(passed is False for passed, _ in found):
         return found
     does = {"model": _answers, "dataset": _queries, "space": _starts}[kind]
-    return [*found, *does(folder, base if kind == "model" else model)]
+    return [*found, *does(folder, base, beside or {})]
 
 
 def _files(folder: Path, kind: str) -> list[Finding]:
@@ -254,20 +254,27 @@ def _weights(folder: Path) -> list[Finding]:
     return _as_findings(problems, f"weights: {layout}; files whole")
 
 
-def _answers(folder: Path, base: str | None) -> list[Finding]:
+def _base_missing(folder: Path, base: str | None) -> str | None:
+    """The base that a model's folder names, where its weights are not at hand."""
     config = _json(folder / "config.json")
     named = config.get("base_model_name_or_path")
-    if named and not base and not Path(named).is_dir():
-        from huggingface_hub import try_to_load_from_cache
+    if not named or base or Path(named).is_dir():
+        return None
+    from huggingface_hub import try_to_load_from_cache
 
-        if not isinstance(try_to_load_from_cache(named, "config.json", revision=config["base_model_revision"]), str):
-            passed, told = _child(SHAPES, folder)
-            if not passed:
-                return [(False, f"the model cannot be made: {told}")]
-            return [
-                (True, f"the code runs, the add-on's {told['weights']} tensors fit the config, the processor loads"),
-                (None, f"no answer was tried: {named} is not in the cache; give --base, or see `make rehearse`"),
-            ]
+    cached = try_to_load_from_cache(named, "config.json", revision=config["base_model_revision"])
+    return None if isinstance(cached, str) else named
+
+
+def _answers(folder: Path, base: str | None, _) -> list[Finding]:
+    if named := _base_missing(folder, base):
+        passed, told = _child(SHAPES, folder)
+        if not passed:
+            return [(False, f"the model cannot be made: {told}")]
+        return [
+            (True, f"the code runs, the add-on's {told['weights']} tensors fit the config, the processor loads"),
+            (None, f"no answer was tried: {named} is not in the cache; give --base, or see `make rehearse`"),
+        ]
     passed, told = _child(MODEL, folder, base or "")
     if not passed:
         return [(False, f"the model does not load and answer: {told}")]
@@ -275,7 +282,7 @@ def _answers(folder: Path, base: str | None) -> list[Finding]:
     return [(good, f"loads by AutoModelForImageTextToText and answers {told['answer']!r} from {told['tokens']} tokens")]
 
 
-def _queries(folder: Path, _) -> list[Finding]:
+def _queries(folder: Path, *_) -> list[Finding]:
     with tempfile.TemporaryDirectory() as scratch:
         passed, told = _child(DATASET, folder, scratch)
     if not passed:
@@ -286,22 +293,29 @@ def _queries(folder: Path, _) -> list[Finding]:
     return found + [(None, f"query {name} finds no rows") for name in empty]
 
 
-def _starts(folder: Path, model: Path | None) -> list[Finding]:
-    """Starts the app in a copy of its folder, against the model's folder, and asks for its page."""
-    if model is None:
+def _starts(folder: Path, base: str | None, beside: dict[str, Path]) -> list[Finding]:
+    """Starts the app in a copy of its folder, against the model's and the dataset's, and asks for its page."""
+    if "model" not in beside:
         return [(None, "the app was not started: there is no model's folder to start it against")]
-    with socket.socket() as free, tempfile.TemporaryDirectory() as scratch:
+    if named := _base_missing(beside["model"], base):
+        return [(None, f"the app was not started: {named} is not in the cache; give --base")]
+    with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-        free.close()
-        alone = Path(scratch) / "space"
+    with tempfile.TemporaryDirectory() as scratch:
+        alone, model = Path(scratch) / "space", beside["model"].resolve()
         shutil.copytree(folder, alone)
+        if base:  # the same model, over the copy of its base that is at hand
+            model = shutil.copytree(model, Path(scratch) / "model")
+            instead = {"base_model_name_or_path": str(Path(base).resolve()), "base_model_revision": None}
+            write_json(model / "config.json", _json(model / "config.json") | instead)
         env = _env(scratch) | {
-            "GRADIO_SERVER_NAME": "127.0.0.1", "GRADIO_SERVER_PORT": str(port),
-            "GRADIO_ANALYTICS_ENABLED": "False",
+            "GRADIO_SERVER_NAME": "127.0.0.1", "GRADIO_SERVER_PORT": str(port), "GRADIO_ANALYTICS_ENABLED": "False",
         }  # fmt: skip
+        command = [sys.executable, "app.py", "--model", str(model)]
+        if "dataset" in beside:
+            command += ["--data", str(beside["dataset"].resolve())]
         with open(Path(scratch) / "log", "w+") as log:
-            command = [sys.executable, "app.py", "--model", str(model.resolve())]
             app = subprocess.Popen(command, cwd=alone, env=env, stdout=log, stderr=log)
             try:
                 began = time.monotonic()

@@ -28,6 +28,23 @@ CODE = {f"{name}.py" for name in ("attending", "balancing", "configuration_arr_c
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
+APP = """import argparse, http.server, os
+from arr_coc import knowing
+from benchmarks import sql
+assert all("space" in path for path in (__file__, knowing.__file__, sql.__file__))
+p = argparse.ArgumentParser()
+p.add_argument("--model")
+p.add_argument("--data")
+assert os.path.isdir(p.parse_args().model) and os.path.isdir(p.parse_args().data)
+class H(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+http.server.HTTPServer(("127.0.0.1", int(os.environ["GRADIO_SERVER_PORT"])), H).serve_forever()
+"""  # stands in for the app
+
+
 def small_config(**fields) -> ArrCocConfig:
     """The embedded model's tokens and classes, a fraction of its sizes."""
     told = json.loads((TINY / "config.json").read_text())
@@ -212,14 +229,7 @@ def small_root(tmp_path_factory):
     (root / "benchmarks" / "unused.py").write_text("A = 1\n")
     (root / "examples" / "examples.json").write_text("[]")
     (root / "app.css").write_text("")
-    (root / "app.py").write_text(
-        "import argparse, http.server, os\nfrom arr_coc import knowing\nfrom benchmarks import sql\n"
-        "assert 'space' in __file__ and 'space' in knowing.__file__ and 'space' in sql.__file__\n"
-        "p = argparse.ArgumentParser()\np.add_argument('--model')\nassert os.path.isdir(p.parse_args().model)\n"
-        "class H(http.server.BaseHTTPRequestHandler):\n    def do_GET(self):\n        self.send_response(200)\n"
-        "        self.end_headers()\n        self.wfile.write(b'{}')\n"
-        "http.server.HTTPServer(('127.0.0.1', int(os.environ['GRADIO_SERVER_PORT'])), H).serve_forever()\n"
-    )
+    (root / "app.py").write_text(APP)
     (root / "space").mkdir()
     (root / "space" / "requirements.txt").write_text("torch==2.11.0\n")
     (root / "space" / "README.md").write_text(
@@ -328,7 +338,9 @@ def failures(folder, kind="model", **kwargs) -> str:
 class TestCheck:
     def test_all_is_well(self, staged):
         for kind in ("model", "dataset", "space"):
-            findings = checking.check(staged / kind, kind, model=staged / "model")
+            findings = checking.check(
+                staged / kind, kind, beside={"model": staged / "model", "dataset": staged / "dataset"}
+            )
             assert all(passed for passed, _ in findings), findings
             told = {"model": "answers", "dataset": "1 named queries", "space": "the app starts"}[kind]
             assert told in findings[-1][1]
@@ -390,7 +402,9 @@ class TestCheck:
 
     def test_an_app_that_does_not_start(self, staged):
         (staged / "space" / "app.py").write_text("raise SystemExit('no port')")
-        assert "the app does not start: no port" in failures(staged / "space", "space", model=staged / "model")
+        assert "the app does not start: no port" in failures(
+            staged / "space", "space", beside={"model": staged / "model", "dataset": staged / "dataset"}
+        )
 
     def test_from_the_command_line(self, staged):
         done = run("check", "--out", staged, "--only", "model")
