@@ -361,7 +361,7 @@ def build(opening: bool = True) -> gr.Blocks:
 
         settings = [allocator, realize, longest]
         gr.on([go.click, question.submit], refusing(page_compare), [image, question, budget, exact, *settings],
-              [status, race, slide, looked], **heavy, **page)  # fmt: skip
+              [status, race, slide, looked], js=panels.SHOW_ANSWERS, **heavy, **page)  # fmt: skip
         gr.on(ask_all.click, refusing(page_questions), [image, questions, budget, exact, *settings],
               [grid_status, grid], **heavy, **page)  # fmt: skip
         gr.on(spend.click, refusing(page_budgets), [image, question, *settings],
@@ -409,9 +409,10 @@ def results_tab(page: dict):
         gr.HTML(panels.plots(results.plots(con)))
     gr.HTML(panels.section("Ask the rows", "Tables runs, samples, summary, speed: one SELECT, 5 seconds, 200 rows."))
     named = results.queries()
-    names = gr.Dropdown(list(named), value=next(iter(named), None), label="Named queries")
+    first = "accuracy by tokens" if "accuracy by tokens" in named else None
+    names = gr.Dropdown(list(named), value=first, label="Named queries")
     box = gr.Textbox(
-        next(iter(named.values()), ""), label="SQL", lines=8, max_lines=16, max_length=results.CHARACTERS, elem_id="sql"
+        named.get(first, ""), label="SQL", lines=8, max_lines=16, max_length=results.CHARACTERS, elem_id="sql"
     )
     button, table = gr.Button("Run"), gr.HTML()
     names.input(named.get, names, box, api_visibility="private", show_progress="hidden")

@@ -47,6 +47,12 @@ KEYBOARD = """() => {
   dress();
 }"""
 
+# On a phone the answers stand below what was pressed.
+SHOW_ANSWERS = """(...given) => {
+  document.querySelector(".race")?.scrollIntoView({block: "nearest", behavior: "smooth"});
+  return given;
+}"""
+
 
 def figure(picture: Image.Image, title: str, note: str = "", *, wide: int = 640) -> str:
     """A picture with its caption."""
@@ -90,7 +96,7 @@ def _ratio(value: float, better: str, same: str, worse: str) -> str:
 
 
 def _arm(name: str, motto: str, run: dict | None, other: dict | None, kind: str, note: str) -> str:
-    answer = _e(run["answer"]) or "…" if run else f'<span class="idle">{_e(note) or "…"}</span>'
+    answer = _said(run) if run else f'<span class="idle">{_e(note) or "…"}</span>'
     writing = ' <span class="caret" aria-hidden="true"></span>' if run and not run["done"] else ""
     most = max((r["tokens"] for r in (run, other) if r), default=0)
     share = 100 * run["tokens"] / most if run else 0
@@ -104,6 +110,10 @@ def _arm(name: str, motto: str, run: dict | None, other: dict | None, kind: str,
         f'<p class="answer">{answer}{writing}</p>'
         f'<div class="meter" aria-hidden="true"><i style="width:{share:.1f}%"></i></div><dl>{numbers}</dl></section>'
     )
+
+
+def _said(run: dict) -> str:
+    return _e(run["answer"]) or ("(says nothing)" if run["done"] else "…")
 
 
 def progress(share: float, text: str) -> str:
@@ -175,7 +185,7 @@ def grid_of_questions(image: Image.Image, done: list[tuple[str, dict, object]]) 
     """The same image under several questions: `(question, run, perception)` each."""
     cards = [
         f"<li>{figure(relevance_overlay(image, seen.relevance[0]), question, wide=420)}"
-        f'<p class="answer">{_e(run["answer"]) or "…"}</p><p class="cost">{run["tokens"]:,} tokens</p></li>'
+        f'<p class="answer">{_said(run)}</p><p class="cost">{run["tokens"]:,} tokens</p></li>'
         for question, run, seen in done
     ]
     return f'<ul class="cards">{"".join(cards)}</ul>'
@@ -188,7 +198,7 @@ def strip_of_budgets(image: Image.Image, done: list[tuple[str, dict, object]]) -
         shown = what_the_model_sees(image, seen.allocation[0], seen.grid[0])
         cost = f"{run['tokens']:,} tokens · first word {seconds(run['first'])}"
         cards.append(
-            f'<li>{figure(shown, budget, "of the tokens", wide=420)}<p class="answer">{_e(run["answer"]) or "…"}</p>'
+            f'<li>{figure(shown, budget, "of the tokens", wide=420)}<p class="answer">{_said(run)}</p>'
             f'<p class="cost">{cost}</p></li>'
         )
     return f'<ol class="cards">{"".join(cards)}</ol>'
