@@ -21,7 +21,12 @@ def check_budget(budget, name: str = "num_visual_tokens"):
         return budget
     if isinstance(budget, Integral) and not isinstance(budget, bool) and budget > 0:
         return int(budget)
-    if isinstance(budget, Real) and not isinstance(budget, (bool, Integral)) and math.isfinite(budget) and 0 < budget <= 1:
+    if (
+        isinstance(budget, Real)
+        and not isinstance(budget, (bool, Integral))
+        and math.isfinite(budget)
+        and 0 < budget <= 1
+    ):
         return float(budget)
     raise ValueError(
         f"{name}={budget!r} is not a budget: give a positive whole number of tokens (200), a share of the image's "
@@ -65,7 +70,7 @@ class ArrCocConfig(Qwen3VLConfig):
         Where a coarse token stands: `"native"`, the centre of what it covers in the native grid's coordinates, or
         `"corner"`, its first cell. Decided in `realizing.places`.
     user_turn_token_ids (`list[int]`), turn_end_token_id (`int`):
-        The tokens that open a user's turn (`<|im_start|>user`) and close any turn (`<|im_end|>`): what stands
+        The tokens that open a user's turn (`<|im_start|>user`, newline) and close any turn (`<|im_end|>`): what stands
         between them is the question.
     image_mean, image_std (`list[float]`, default to 0.5):
         The image processor's normalisation, undone to read pixels.
@@ -92,7 +97,7 @@ class ArrCocConfig(Qwen3VLConfig):
     policy_dim: int = 64
     weights_normalisation: str = "softmax"
     place: str = "native"
-    user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872)
+    user_turn_token_ids: list[int] | tuple[int, ...] = (151644, 872, 198)
     turn_end_token_id: int = 151645
     image_mean: list[float | int] | tuple[float | int, ...] = (0.5, 0.5, 0.5)
     image_std: list[float | int] | tuple[float | int, ...] = (0.5, 0.5, 0.5)

@@ -478,14 +478,11 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         """
         if inputs is not None:
             kwargs["input_ids"] = inputs
-        if not self._chooses(kwargs, perception, num_visual_tokens):
+        chooses = self._chooses(kwargs, perception, num_visual_tokens)
+        self._check_cache(kwargs, chooses)
+        if not chooses:
             return super().generate(None, *args, **kwargs)
-        prompt, cache = kwargs["input_ids"], kwargs.get("past_key_values")
-        if cache is not None and cache.get_seq_length() > 0:
-            raise ValueError(
-                "past_key_values already holds tokens, and their number depends on what was chosen then: pass an empty "
-                'cache, or num_visual_tokens="all" in every turn.'
-            )
+        prompt = kwargs["input_ids"]
         kwargs = self._count_new_tokens(kwargs, prompt.shape[1])
         with torch.no_grad():
             kwargs, _ = self._spend(kwargs, perception, num_visual_tokens)
@@ -500,6 +497,19 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             return sequences
         out.sequences = sequences
         return out
+
+    def _check_cache(self, inputs: dict, chooses: bool):
+        cache, ids = inputs.get("past_key_values"), inputs.get("input_ids")
+        filled = 0 if cache is None else cache.get_seq_length()
+        if not filled:
+            return
+        # Placeholders that the cache lacks, and no pixels for them: it was filled with chosen tokens.
+        bare = ids is not None and inputs.get("pixel_values") is None
+        if chooses or (bare and bool((ids[:, filled:] == self.config.image_token_id).any())):
+            raise ValueError(
+                "past_key_values already holds tokens, and their number depends on what was chosen then: pass an empty "
+                'cache, or num_visual_tokens="all" in every turn.'
+            )
 
     def _count_new_tokens(self, kwargs: dict, length: int) -> dict:
         """Lengths that count the caller's prompt become lengths that count new tokens, since the prompt is shorter."""

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from conftest import IM_START, IMAGE, counted, make_inputs, make_model
+from conftest import IM_START, IMAGE, NEXT_TURN, counted, make_inputs, make_model
 from transformers.cache_utils import DynamicCache
 
 from arr_coc.configuration_arr_coc import check_budget
@@ -156,6 +156,13 @@ class TestCaches:
         model.generate(**make_inputs([[[5]], [[6]]]), past_key_values=cache, max_new_tokens=1)
         message = 'past_key_values already holds tokens.*num_visual_tokens="all"'
         refused(model, "generate", inputs, message, num_visual_tokens=budget, past_key_values=cache)
+
+    def test_a_cache_of_chosen_tokens_asked_on_without_pixels(self, model):
+        """Its length is not the prompt's: the words after it would be taken for others."""
+        inputs, cache = make_inputs([[(6, 6, 0), [5, 6]]]), DynamicCache(config=model.config.text_config)
+        out = model.generate(**inputs, num_visual_tokens=6, past_key_values=cache, max_new_tokens=2)
+        again = {"input_ids": torch.cat([out, torch.tensor([NEXT_TURN + [7]])], 1)}
+        refused(model, "generate", again, "past_key_values already holds tokens", past_key_values=cache)
 
 
 def test_a_prompt_that_is_no_chat_is_asked_as_a_whole(model):

@@ -393,6 +393,8 @@ def test_the_shipped_config_is_qwen3_vl_2bs():
     assert list(vision.deepstack_visual_indexes) == [5, 11, 17]
     assert (config.image_token_id, config.video_token_id) == (151655, 151656)
     assert (config.vision_start_token_id, config.vision_end_token_id) == (151652, 151653)
+    for name in ("user_turn_token_ids", "turn_end_token_id", "image_mean", "image_std"):
+        assert torch.equal(*(torch.tensor(getattr(c, name)) for c in (config, ArrCocConfig()))), name
     assert set(json.loads((ROOT / "config.json").read_text())["auto_map"]) == {
         "AutoConfig", "AutoModel", "AutoModelForImageTextToText"}  # fmt: skip
     with torch.device("meta"):
