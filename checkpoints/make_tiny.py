@@ -1,15 +1,21 @@
 """The embedded default's small files: architecture, tokenizer, processors, chat template. Weights: `train.py base`.
 
-    python checkpoints/make_tiny.py            # writes checkpoints/tiny/{config,tokenizer,...}.json
+    python -m checkpoints.make_tiny                                     # tokenizer, processors, chat template
+    python -m checkpoints.make_tiny --weights runs/arr_coc/model        # and a trained model's weights
 
 Everything has Qwen3-VL's own classes, names and layout, so that `AutoProcessor` and
 `Qwen3VLForConditionalGeneration` load the folder as they load the real model; only sizes differ.
 """
 
 import argparse
+import json
+import os
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
@@ -20,6 +26,8 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
+
+from arr_coc import ArrCocForConditionalGeneration
 
 TINY = Path(__file__).resolve().parent / "tiny"
 VOCABULARY = 1280
@@ -195,12 +203,31 @@ def save_tiny(tokenizer: Qwen2Tokenizer, out: Path):
     GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id, do_sample=False).save_pretrained(out)
 
 
+def adopt_weights(trained: Path, out: Path):
+    """A model that `train.py arr-coc` saved -> `out`: its weights in bfloat16 (what is learned of ARR-COC in float32)
+    and its config, without the code that a saved model carries: this package is the code."""
+    model = ArrCocForConditionalGeneration.from_pretrained(trained, dtype=torch.bfloat16)
+    model.config.dtype = torch.bfloat16
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        config = json.loads((Path(folder) / "config.json").read_text())
+        config.pop("auto_map", None)
+        (Path(folder) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        for name in ("model.safetensors", "config.json", "generation_config.json"):
+            shutil.copyfile(Path(folder) / name, out / f"{name}.part")
+            os.replace(out / f"{name}.part", out / name)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=TINY)
     parser.add_argument("--scenes", type=int, default=5000, help="scenes whose questions and answers are read")
+    parser.add_argument("--weights", type=Path, help="a trained model's folder: take its weights and config")
     args = parser.parse_args()
-    save_tiny(tiny_tokenizer(corpus(args.scenes)), args.out)
+    if args.weights:
+        adopt_weights(args.weights, args.out)
+    else:
+        save_tiny(tiny_tokenizer(corpus(args.scenes)), args.out)
 
 
 if __name__ == "__main__":

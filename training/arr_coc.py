@@ -351,6 +351,17 @@ def chat_inputs(processor, image, question: str):
     )
 
 
+def config_field(text: str) -> tuple[str, object]:
+    """`FIELD=VALUE` as typed, the value as JSON where it is JSON."""
+    name, found, value = text.partition("=")
+    if not found or name not in ArrCocConfig.__dataclass_fields__:
+        raise argparse.ArgumentTypeError(f"{text} is not FIELD=VALUE with a field of ArrCocConfig")
+    try:
+        return name, json.loads(value)
+    except json.JSONDecodeError:
+        return name, value
+
+
 def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--model", default="checkpoints/tiny", help="a folder or a Hub id of ARR-COC, either layout")
     p.add_argument("--revision", default="main")
@@ -452,7 +463,7 @@ def train(args: argparse.Namespace):
     if AutoConfig.from_pretrained(args.model, revision=args.revision).model_type == ArrCocConfig.model_type:
         model = ArrCocForConditionalGeneration.from_pretrained(args.model, revision=args.revision, dtype=torch.float32)
     else:
-        model = adopt(args.model, processor, lens_dim=args.lens_dim, policy_dim=args.policy_dim)
+        model = adopt(args.model, processor, **dict(args.set))
     model.requires_grad_(False)
     model.relevance.requires_grad_(True)
     tuned = None
