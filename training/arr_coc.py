@@ -380,10 +380,8 @@ def add_arguments(p: argparse.ArgumentParser):
                    help="shares of the cells between which budgets are drawn (default 0.04 0.5)")  # fmt: skip
     p.add_argument("--steps", type=int, default=2000)
     p.add_argument("--seconds", type=float, default=0, help="end by the clock, if that comes before the steps do")
-    p.add_argument(
-        "--lens-dim", type=int, default=128, help="width of fresh parts, where --model is a stock checkpoint"
-    )
-    p.add_argument("--policy-dim", type=int, default=64)
+    p.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", type=config_field,
+                   help="a field of ArrCocConfig, where --model is a stock checkpoint: --set lens_dim=96")  # fmt: skip
     p.add_argument("--pictures", type=int, default=4, help="images a step and process (default 4)")
     p.add_argument("--questions", type=int, default=4, help="questions an image, where scenes are rendered (default 4)")
     p.add_argument("--size", type=int, default=512, help="pixels on a side, where scenes are rendered (default 512)")
