@@ -47,6 +47,7 @@ def connect(
                 raise schema.Unreadable(f"{path} cannot be read ({error}): restore or remove it.") from error
     con.execute(VIEWS)
     con.execute(f"SET memory_limit='{memory}'")
+    con.execute("SET temp_directory=''")  # a query too large for memory fails, it does not fill the disk
     con.execute("SET enable_external_access=false")
     con.execute("SET lock_configuration=true")
     return con
