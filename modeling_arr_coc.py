@@ -248,7 +248,8 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             rows.append(gather_patches(prompt.patches[i], flat(h, w, s), h, w, **self._layout))
             pads = torch.full((sizes[i][1] * sizes[i][2],), config.image_token_id, device=device)
             prompts.append(torch.cat([opening, start, pads, end, questions[i]]))
-        thumbnails = torch.tensor([[1, 2 * sizes[i][1], 2 * sizes[i][2]] for i in asked], device=device)
+        merge = config.vision_config.spatial_merge_size
+        thumbnails = torch.tensor([[1, merge * sizes[i][1], merge * sizes[i][2]] for i in asked], device=device)
         seen = self.model.get_image_features(torch.cat(rows), thumbnails, return_dict=True)
 
         # Padding stands on the right, where a causal model's earlier tokens never see it: no mask is needed.
