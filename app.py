@@ -70,8 +70,13 @@ def run(image: Image.Image, asked: list, choices: dict, max_new_tokens: int, sto
     known = None
     for i, (question, budget) in enumerate(asked):
         for state in answers(model, processor, image, question, budget, max_new_tokens, stock=stock, known=known):
-            yield i, state
+            yield i, state | {"perception": _drawn(state["perception"])}
         known = state["perception"]
+
+
+def _drawn(perception):
+    """A perception without its largest arrays, which no picture needs: on a Space all that is yielded is copied."""
+    return type(perception)(**{k: v for k, v in perception.items() if k not in ("texture", "detail", "gain")})
 
 
 def refusing(handler: Callable) -> Callable:
