@@ -236,7 +236,7 @@ client.predict(api_name="/about")"""
 def api(mcp: bool) -> str:
     """How to call this app from a program."""
     tools = (
-        "The same functions are tools over MCP, at <code>/gradio_api/mcp/</code> of this address."
+        "The same functions are tools over MCP, at <code>/gradio_api/mcp/</code> of this address, images as base64."
         if mcp
         else "MCP is off: this installation lacks the extra <code>gradio[mcp]</code>, and "
         "<code>pip install 'gradio[mcp]'</code> turns it on."

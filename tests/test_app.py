@@ -696,6 +696,19 @@ def test_a_visitor_who_leaves_frees_the_place(visit, started, monkeypatch):
 # ---------------------------------------------------------------------------------------- slow: many visitors
 
 
+@pytest.mark.slow
+def test_who_comes_when_all_places_are_taken_is_told(client, monkeypatch):
+    gate = threading.Event()
+    monkeypatch.setattr(app, "run", lambda *_: gate.wait(60) and 1 / 0)
+    jobs = [client.submit(handle_file(PHOTO), "what?", api_name="/compare") for _ in range(24)]
+    end = time.monotonic() + 30
+    while not any(job.done() for job in jobs) and time.monotonic() < end:
+        time.sleep(0.2)
+    turned_away = [str(job.exception()) for job in jobs if job.done()]
+    gate.set()
+    assert turned_away and all("Queue is full" in said for said in turned_away)
+
+
 @pytest.fixture
 def served(folder, rows, tmp_path):
     """The app in a process of its own: its address and its number."""
