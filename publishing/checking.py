@@ -90,7 +90,7 @@ with torch.device("meta"):
 own, given = model.relevance.state_dict(), load_file(folder + "/arr_coc.safetensors")
 fits = {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in given.items()}
 assert fits, "the add-on does not fit the config"
-AutoProcessor.from_pretrained(folder)
+assert hasattr(AutoProcessor.from_pretrained(folder), "apply_chat_template"), "no processor, only a part of one"
 tell(weights=len(own))
 """
 )
@@ -357,7 +357,9 @@ def _child(code: str, folder: Path, *args) -> tuple[bool, dict | str]:
     """Runs code on a folder in a process of its own -> what it told, or what went wrong."""
     with tempfile.TemporaryDirectory() as scratch:
         command = [sys.executable, "-c", code, str(folder.resolve()), *map(str, args)]
-        done = subprocess.run(command, cwd=scratch, env=_env(scratch), capture_output=True, text=True)
+        done = subprocess.run(
+            command, cwd=scratch, env=_env(scratch), capture_output=True, text=True, stdin=subprocess.DEVNULL
+        )
         if done.returncode:
             return False, _last(done.stderr)
         return True, _json(Path(scratch) / "found.json")

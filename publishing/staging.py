@@ -101,6 +101,7 @@ def _stage_model(folder: Path, source: Path, layout: str, base: str | None, base
         raise Refused(f"{base or source} holds no processor ({', '.join(PROCESSOR[:2])}, ...): name a complete --base.")
     config = json.loads((folder / "config.json").read_text())
     write_json(folder / "config.json", config | {"auto_map": AUTO_MAP})
+    _name_processor(folder)
     entry = ROOT / CODE[0]
     for path in sorted({entry, *map(Path, get_relative_import_files(str(entry)))}):
         _copy(path, folder / path.name)
@@ -113,6 +114,14 @@ def _stage_model(folder: Path, source: Path, layout: str, base: str | None, base
     elif not Path(named).is_dir():
         text = re.sub(r"(?m)^base_model: .*$", f"base_model: {named}", text)
     card.write_text(text, encoding="utf-8")
+
+
+def _name_processor(folder: Path):
+    """Without its class's name AutoProcessor would ask whether to run the code here, to find that it is stock's."""
+    files = [folder / name for name in ("processor_config.json", "preprocessor_config.json")]
+    files = [path for path in files if path.is_file()]
+    if files and not any("processor_class" in json.loads(path.read_text()) for path in files):
+        write_json(files[-1], json.loads(files[-1].read_text()) | {"processor_class": "Qwen3VLProcessor"})
 
 
 def _stage_space(folder: Path):

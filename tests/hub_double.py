@@ -91,7 +91,8 @@ class HubDouble:
             return self._answer(http, 404, {"error": f"the double knows no {http.command} {path}"})
         fault = self._fault(name)
         if fault == "cut":
-            http.rfile.read1(1024)
+            if http.command != "GET":
+                http.rfile.read1(1024)
             return self._break(http)
         body = self._body(http)
         self.log.append(name)

@@ -1,15 +1,23 @@
-"""A Hub on loopback to read from: olah, serving git repositories that are made here, by tag, branch and commit."""
+"""A Hub on loopback to read from: olah, serving git repositories that are made here, by tag, branch and commit.
+
+olah answers 401 to whatever is missing; the Hub answers 404 and says whether it is the repository, the revision or the
+file. A proxy in front of olah puts that right, serves ranges, and can break off a download.
+"""
 
 import hashlib
+import http.client
 import os
 import shutil
 import socket
 import subprocess
+import threading
 import time
 import urllib.error
 import urllib.request
 from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parent.parent
 OLAH = Path(os.environ.get("OLAH_CLI", ROOT / ".venv" / "olah" / "bin" / "olah-cli"))
@@ -62,9 +70,98 @@ class Repository:
         return self.git("rev-parse", "HEAD")
 
 
+class Proxy(ThreadingHTTPServer):
+    """Hands requests on to olah.
+
+    Attributes:
+        endpoint: the address for HF_ENDPOINT.
+        log: the requests' `(method, path, range)`.
+        cut: bytes of a file after which its next download breaks off; once.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, upstream: int, mirrors: Path):
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.upstream, self.mirrors, self.log, self.cut = upstream, mirrors, [], None
+        self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def missing(self, path: str) -> str:
+        """The Hub's name for what a path does not find."""
+        parts = unquote(path).split("?")[0].strip("/").split("/")
+        parts = parts[1:] if parts[0] == "api" else parts
+        kind, parts = (parts[0], parts[1:]) if parts[0] in ("models", "datasets", "spaces") else ("models", parts)
+        repo = self.mirrors / kind / "/".join(parts[:2])
+        if len(parts) < 2 or not (repo / ".git").is_dir():
+            return "RepoNotFound"
+        if len(parts) > 3:
+            known = subprocess.run(["git", "rev-parse", "--verify", "--quiet", parts[3] + "^{commit}"], cwd=repo,
+                                   capture_output=True).returncode == 0  # fmt: skip
+            return "EntryNotFound" if known else "RevisionNotFound"
+        return "EntryNotFound"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        asked = self.headers.get("range")
+        self.server.log.append((self.command, self.path, asked))
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream, timeout=900)
+        sent = {k: v for k, v in self.headers.items() if k.lower() not in ("host", "range", "accept-encoding")}
+        body = self.rfile.read(int(self.headers.get("content-length", 0)))
+        upstream.request(self.command, self.path, body=body or None, headers=sent)
+        answer = upstream.getresponse()
+        status, headers = answer.status, dict(answer.getheaders())
+        headers = {
+            k: v for k, v in headers.items() if k.lower() not in ("transfer-encoding", "connection", "server", "date")
+        }
+        content = None if self.command == "HEAD" or "/resolve/" in self.path else answer.read()
+        if status == 401:
+            what = self.server.missing(self.path)
+            status, content = 404, b"" if self.command == "HEAD" else b"{}"
+            headers = {"X-Error-Code": what, "X-Error-Message": what, "Content-Length": str(len(content))}
+        if content is not None:
+            headers = {k: v for k, v in headers.items() if k.lower() != "content-length"}
+            return self._send(status, headers | {"Content-Length": str(len(content))}, [content])
+        if self.command == "HEAD":
+            return self._send(status, headers, [])
+        skip = int(asked.split("=")[1].split("-")[0]) if asked else 0
+        size = self._size()
+        answer.read(skip)
+        headers = {k: v for k, v in headers.items() if k.lower() != "content-length"}
+        if skip:
+            status, headers["Content-Range"] = 206, f"bytes {skip}-{size - 1}/{size}"
+        blocks = iter(lambda: answer.read(2**20), b"")
+        self._send(status, headers | {"Content-Length": str(size - skip)}, blocks)
+
+    do_HEAD = do_POST = do_GET
+
+    def _size(self) -> int:
+        upstream = http.client.HTTPConnection("127.0.0.1", self.server.upstream, timeout=900)
+        upstream.request("HEAD", self.path)
+        return int(upstream.getresponse().getheader("content-length"))
+
+    def _send(self, status: int, headers: dict, blocks):
+        self.send_response(status)
+        for key, value in headers.items():
+            self.send_header(key, value)
+        self.end_headers()
+        for block in blocks:
+            if self.server.cut is not None and "/resolve/" in self.path and len(block) > self.server.cut:
+                self.wfile.write(block[: self.server.cut])
+                self.server.cut, self.close_connection = None, True
+                self.connection.shutdown(socket.SHUT_RDWR)
+                return
+            self.wfile.write(block)
+
+
 @contextmanager
 def serve(mirrors: Path, scratch: Path):
-    """Serves the repositories under `mirrors`, and yields the address for HF_ENDPOINT."""
+    """Serves the repositories under `mirrors`, and yields the [`Proxy`] to ask."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -83,7 +180,6 @@ allow = true
 repo = "**"
 allow = true
 """)
-    endpoint = f"http://127.0.0.1:{port}"
     with open(scratch / "olah.txt", "w") as log:
         command = [str(OLAH), "--config", str(config), "--log-path", str(scratch / "logs")]
         server = subprocess.Popen(command, cwd=scratch, stdout=log, stderr=log)
@@ -92,13 +188,17 @@ allow = true
                 if server.poll() is not None:
                     raise RuntimeError((scratch / "olah.txt").read_text()[-2000:])
                 try:
-                    urllib.request.urlopen(endpoint + "/repos", timeout=5)
+                    urllib.request.urlopen(f"http://127.0.0.1:{port}/repos", timeout=5)
                     break
                 except urllib.error.HTTPError:
                     break
                 except OSError:
                     time.sleep(0.1)
-            yield endpoint
+            proxy = Proxy(port, mirrors)
+            threading.Thread(target=proxy.serve_forever, daemon=True).start()
+            yield proxy
+            proxy.shutdown()
+            proxy.server_close()
         finally:
             server.terminate()
             server.wait()

@@ -102,6 +102,7 @@ def base(folder: Path, config: dict):
     tokenizer(folder)
     template = (ROOT / "checkpoints" / "tiny" / "chat_template.jinja").read_text()
     small = {
+        "processor_class": "Qwen3VLProcessor",
         "patch_size": 16,
         "temporal_patch_size": 2,
         "merge_size": 2,
@@ -161,14 +162,14 @@ def main() -> int:
         snippet = checking.python_blocks(card)[0]
         assert "max_new_tokens=64" in snippet
         (work / "snippet.py").write_text(snippet.replace("max_new_tokens=64", f"max_new_tokens={args.new_tokens}"))
-        with serve(mirrors, work) as endpoint:
+        with serve(mirrors, work) as hub:
             home = work / "home"
             kept = {k: v for k, v in os.environ.items() if not k.startswith(("HF_", "PYTHONPATH"))}
-            env = kept | {"HF_ENDPOINT": endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
+            env = kept | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1"}
             # olah hashes a whole file before it speaks
             env |= {"HF_HUB_DOWNLOAD_TIMEOUT": "600", "HF_HUB_ETAG_TIMEOUT": "600"}
             command = [sys.executable, "-W", "ignore", "-c", WATCH, str(work / "snippet.py")]
-            done = subprocess.run(command, cwd=work, env=env)
+            done = subprocess.run(command, cwd=work, env=env, stdin=subprocess.DEVNULL)
         if done.returncode:
             return 1
         told = json.loads((work / "told.json").read_text())

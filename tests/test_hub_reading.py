@@ -53,7 +53,8 @@ def hub(tmp_path_factory):
     (hub.snippet,) = checking.python_blocks(hub.ours.git("show", "v1.0:README.md"))
     hub.snippet = hub.snippet.replace("max_new_tokens=64", "max_new_tokens=6, do_sample=False")
     hub.wanted = fingerprint(model)
-    with serve(folder / "mirrors", folder) as hub.endpoint:
+    with serve(folder / "mirrors", folder) as hub.proxy:
+        hub.endpoint = hub.proxy.endpoint
         yield hub
 
 
@@ -70,6 +71,7 @@ def start(hub, home, code, **env):
     env = kept | {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": ""} | env
     code = "import sys; sys.modules['arr_coc'] = None\n" + code
     return subprocess.Popen([sys.executable, "-W", "ignore", "-c", code], env=env, cwd=home, text=True,
+                            stdin=subprocess.DEVNULL,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE)  # fmt: skip
 
 
@@ -141,10 +143,16 @@ def test_what_is_broken_on_disk_is_named(hub, tmp_path):
     assert found(run(hub, tmp_path, hub.snippet + TOLD, HF_HUB_OFFLINE="1")) == pytest.approx(hub.wanted, rel=1e-9)
 
 
-def test_an_interrupted_download_goes_on(hub, tmp_path):
+def test_a_connection_that_breaks_is_taken_up_again(hub, tmp_path):
+    hub.proxy.log.clear()
+    hub.proxy.cut = 100_000
+    assert found(run(hub, tmp_path, hub.snippet + TOLD)) == pytest.approx(hub.wanted, rel=1e-9)
+    assert hub.proxy.cut is None and [r for _, _, r in hub.proxy.log if r and not r.startswith("bytes=0")]
+
+
+def test_a_process_that_was_killed_while_downloading_can_be_started_again(hub, tmp_path):
     process = start(hub, tmp_path, hub.snippet + TOLD)
-    cache = tmp_path / "hub" / "models--org--base" / "blobs"
-    until = time.monotonic() + 120
+    cache, until = tmp_path / "hub" / "models--org--base" / "blobs", time.monotonic() + 120
     while time.monotonic() < until and process.poll() is None and not (cache.is_dir() and any(cache.iterdir())):
         time.sleep(0.005)
     process.kill()

@@ -13,7 +13,7 @@ from conftest import as_stock
 from hub_double import HubDouble
 from huggingface_hub import HfApi, constants
 from loopback import ROOT
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor, Qwen3VLForConditionalGeneration
 
 from arr_coc import ArrCocConfig, ArrCocForConditionalGeneration, publish
@@ -416,6 +416,27 @@ class TestCheck:
         assert done.returncode == 2 and "stage" in done.stderr
 
 
+@pytest.fixture
+def light(tmp_path):
+    """What a stage leaves behind, with a few bytes in each file: a push does not care."""
+    zeros, ones, out = "0" * 40, "1" * 40, tmp_path / "hub"
+    card = f'---\nlicense: mit\n---\nrevision="{zeros}"\n'
+    for name, content in {
+        "model/README.md": card, f"model/{ADD_ON}": "weights", "model/knowing.py": "pass\n",
+        "dataset/README.md": card, "dataset/summary/a.parquet": "rows", "dataset/queries/best.sql": "SELECT 1",
+        "space/README.md": card + f"- acme/arr-coc-vis {ADD_ON} {zeros}\n{ones}\n", "space/app.py": "pass\n",
+    }.items():  # fmt: skip
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text(content)
+    record(out)
+    return out
+
+
+def record(out: Path, tag: str = "v1.0"):
+    folders = {k: {"files": hashes(out / k), "digest": digest(hashes(out / k))} for k in ("model", "dataset", "space")}
+    (out / "stage.json").write_text(json.dumps({"org": "acme", "tag": tag, "folders": folders}))
+
+
 REPOS = {"model": "acme/arr-coc-vis", "dataset": "acme/arr-coc-results", "space": "acme/arr-coc"}
 
 
@@ -456,78 +477,74 @@ CALLS = ("create", "validate", "tree", "refs", "commits", "preupload", "batch", 
 
 
 class TestPush:
-    def test_three_repositories_pinned_to_each_other(self, hub, staged):
-        pins, said = push(hub, staged)
-        is_published(hub, staged)
+    def test_three_repositories_pinned_to_each_other(self, hub, light):
+        pins, said = push(hub, light)
+        is_published(hub, light)
         assert pins["model"] in said and "hf_test" not in said
 
-    def test_again_it_changes_nothing(self, hub, staged):
-        first, _ = push(hub, staged)
+    def test_again_it_changes_nothing(self, hub, light):
+        first, _ = push(hub, light)
         hub.log.clear()
-        second, _ = push(hub, staged)
+        second, _ = push(hub, light)
         assert first == second and set(hub.writes()) <= {"create"}
 
-    def test_a_dry_run_writes_nothing_and_says_what_would_be(self, hub, staged):
-        _, said = push(hub, staged, dry_run=True)
+    def test_a_dry_run_writes_nothing_and_says_what_would_be(self, hub, light):
+        _, said = push(hub, light, dry_run=True)
         assert not hub.writes() and not hub.repos
         assert "acme/arr-coc-vis would be created" in said and f"add {ADD_ON}" in said and "tag v1.0: would be" in said
-        push(hub, staged)
+        push(hub, light)
         hub.log.clear()
-        _, said = push(hub, staged, dry_run=True)
+        _, said = push(hub, light, dry_run=True)
         assert not hub.writes() and "exists" in said and "add" not in said
 
     @pytest.mark.parametrize("fault", ["401", "503", "cut", "lost"])
     @pytest.mark.parametrize("call", CALLS)
-    def test_after_any_failure_the_same_command_goes_on(self, hub, staged, call, fault):
+    def test_after_any_failure_the_same_command_goes_on(self, hub, light, call, fault):
         for after in range(4):
             hub.fail(call, fault, times=9, after=after)
             try:
-                push(hub, staged)
+                push(hub, light)
             except Exception as error:
                 assert "hf_test" not in str(error)
             hub.mend()
-        push(hub, staged)
-        is_published(hub, staged)
+        push(hub, light)
+        is_published(hub, light)
         titles = [commit["title"] for commit in hub.repos["model", REPOS["model"]]["commits"]]
         assert len(titles) == len(set(titles)) == 3  # the Hub's first, the files, the card: none twice
 
     @pytest.mark.parametrize("after", range(4))
-    def test_of_two_pushes_at_once_one_starts_over(self, hub, staged, after):
+    def test_of_two_pushes_at_once_one_starts_over(self, hub, light, after):
         hub.fail("commit", "race", after=after)
-        push(hub, staged)
-        is_published(hub, staged)
+        push(hub, light)
+        is_published(hub, light)
 
-    def test_others_who_never_stop_are_named(self, hub, staged):
+    def test_others_who_never_stop_are_named(self, hub, light):
         hub.fail("commit", "race", times=99)
         with pytest.raises(Refused, match="main of acme/arr-coc-vis changed 5 times"):
-            push(hub, staged)
+            push(hub, light)
 
-    def test_what_was_there_before_goes(self, hub, staged):
-        push(hub, staged)
+    def test_what_was_there_before_goes(self, hub, light):
+        push(hub, light)
         hub.commit("model", REPOS["model"], {"old.bin": b"x", ADD_ON: b"tampered"}, "somebody's")
-        push(hub, staged)
-        is_published(hub, staged)
+        push(hub, light)
+        is_published(hub, light)
 
-    def test_a_tag_never_moves(self, hub, staged, made):
-        push(hub, staged)
+    def test_a_tag_never_moves(self, hub, light):
+        push(hub, light)
         before = {kind: hub.repos[kind, repo]["tags"]["v1.0"] for kind, repo in REPOS.items()}
-        weights = load_file(staged / "model" / ADD_ON)
-        save_file({k: v + 1 for k, v in weights.items()}, staged / "model" / ADD_ON)
-        record = read_record(staged)
-        record["folders"]["model"] = {"files": hashes(staged / "model"), "digest": digest(hashes(staged / "model"))}
-        (staged / "stage.json").write_text(json.dumps(record))
+        (light / "model" / ADD_ON).write_text("other weights")
+        record(light)
         hub.log.clear()
         with pytest.raises(Refused, match="a tag never moves.*another --tag"):
-            push(hub, staged)
+            push(hub, light)
         assert not hub.writes()
-        record["tag"] = "v1.1"
-        (staged / "stage.json").write_text(json.dumps(record))
-        push(hub, staged)
+        record(light, "v1.1")
+        push(hub, light)
         assert before == {kind: hub.repos[kind, repo]["tags"]["v1.0"] for kind, repo in REPOS.items()}
         assert {"v1.0", "v1.1"} == set(hub.repos["model", REPOS["model"]]["tags"])
 
-    def test_private(self, hub, staged):
-        push(hub, staged, private=True)
+    def test_private(self, hub, light):
+        push(hub, light, private=True)
         assert {repo["visibility"] for repo in hub.repos.values()} == {"private"}
 
     def test_from_the_command_line(self, hub, staged, tmp_path):
@@ -547,9 +564,7 @@ class TestPush:
     def test_what_fails_its_check_is_not_pushed(self, hub, staged):
         path = staged / "model" / "knowing.py"
         path.write_text(path.read_text() + "\nKEY = 'hf_" + "b" * 34 + "'\n")
-        record = read_record(staged)
-        record["folders"]["model"] = {"files": hashes(staged / "model"), "digest": digest(hashes(staged / "model"))}
-        (staged / "stage.json").write_text(json.dumps(record))
+        record(staged)
         assert publish.main(["push", "--out", str(staged)]) == 2
         assert not hub.log
 
