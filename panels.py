@@ -82,7 +82,12 @@ def _headline(ours: dict | None, stock: dict | None) -> str:
     ratios = [
         (stock["tokens"] / ours["tokens"], "fewer visual tokens", "the same visual tokens", "more visual tokens"),
         (stock["kv_bytes"] / ours["kv_bytes"], "less KV memory", "the same KV memory", "more KV memory"),
-        (stock["first"] / ours["first"], "sooner to its first word", "as soon to its first word", "later here"),
+        (
+            stock["first"] / ours["first"],
+            "sooner to its first word",
+            "as soon to its first word",
+            "later to its first word",
+        ),
     ]
     return '<div class="ratios">' + "".join(f"<div>{_ratio(*ratio)}</div>" for ratio in ratios) + "</div>"
 
@@ -139,7 +144,7 @@ def looked(image: Image.Image, perception) -> str:
     ]
     return (
         f'<div class="looked"><div class="figures">{"".join(cards)}</div><h3>Three ways of knowing make it</h3>'
-        f'<div class="figures">{"".join(ways)}</div><div class="halves"><div><h3>What was weighed against what</h3>'
+        f'<div class="figures ways">{"".join(ways)}</div><div class="halves"><div><h3>What was weighed against what</h3>'
         f"{tensions(perception.tensions[0].tolist())}</div><div><h3>In numbers</h3>{numbers(perception)}</div></div>"
         "</div>"
     )
