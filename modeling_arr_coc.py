@@ -9,7 +9,9 @@ Modifications of `Qwen3VLForConditionalGeneration`, none of whose code is copied
 """
 
 import copy
+import hashlib
 import os
+import re
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -576,6 +578,8 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             weights = load_file(path)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"add-on {path} cannot be read ({error}): download or save it again.") from error
+        if not _is_as_downloaded(path):
+            raise ValueError(f"add-on {path} is not what was downloaded: delete it, and download it again.")
         own = self.relevance.state_dict()
         problems = [f"missing {k}" for k in own.keys() - weights.keys()]
         problems += [f"unexpected {k}" for k in weights.keys() - own.keys()]
@@ -735,6 +739,17 @@ def _timed(seconds: dict[str, float], stage: str):
 
 def _config_fields(kwargs: dict) -> dict:
     return {k: v for k, v in kwargs.items() if k in ArrCocConfig.__dataclass_fields__ and k != "dtype"}
+
+
+def _is_as_downloaded(path: str) -> bool:
+    """False for a changed file in the Hub's cache, which calls files by their SHA-256 or git's SHA-1; else True."""
+    name = os.path.basename(os.path.realpath(path))
+    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name):
+        return True
+    with open(path, "rb") as file:
+        content = file.read()
+    found = hashlib.sha256(content) if len(name) == 64 else hashlib.sha1(b"blob %d\0" % len(content) + content)
+    return found.hexdigest() == name
 
 
 def _find_add_on(path, hub: dict) -> str:

@@ -1,5 +1,6 @@
 """Three repositories: staged by allow-list, checked alone, pushed in steps that may fail, read back by revision."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -141,6 +142,26 @@ class TestFresh:
         own = Relevance(ArrCocConfig.from_pretrained(ROOT)).state_dict()
         assert {k: v.shape for k, v in load_file(tmp_path / ADD_ON).items()} == {k: v.shape for k, v in own.items()}
         assert (tmp_path / ADD_ON).stat().st_size < 8 * 2**20
+
+
+class TestDownloads:
+    """The Hub's cache calls a file by its hash: what does not have it is not what was published."""
+
+    @pytest.mark.parametrize("large", [True, False], ids=["sha256", "git"])
+    def test_an_add_on_that_was_changed_after_its_download_is_refused(self, made, tmp_path, large):
+        repo, content = tmp_path / "models--org--arr", (made / "reference" / ADD_ON).read_bytes()
+        name = hashlib.sha256(content) if large else hashlib.sha1(b"blob %d\0" % len(content) + content)
+        blob = repo / "blobs" / name.hexdigest()
+        blob.parent.mkdir(parents=True)
+        snapshot = shutil.copytree(made / "reference", repo / "snapshots" / COMMIT)
+        (snapshot / ADD_ON).unlink()
+        (snapshot / ADD_ON).symlink_to(blob)
+        blob.write_bytes(content)
+        load = ArrCocForConditionalGeneration.from_pretrained
+        load("org/arr", revision=COMMIT, cache_dir=tmp_path)
+        blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # still a whole safetensors file
+        with pytest.raises(ValueError, match=f"{ADD_ON}.*is not what was downloaded.*download it again"):
+            load("org/arr", revision=COMMIT, cache_dir=tmp_path)
 
 
 class TestLayouts:
