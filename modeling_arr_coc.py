@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from huggingface_hub.errors import HFValidationError
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.dynamic_module_utils import custom_object_save
@@ -551,7 +551,8 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             )
             kwargs = {k: v for k, v in kwargs.items() if k not in _config_fields(kwargs)}
         if config.base_model_name_or_path is None or pretrained_model_name_or_path is None:
-            return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
+            with _naming_damage(pretrained_model_name_or_path, own):
+                return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
         config = copy.deepcopy(config)
         base, revision = config.base_model_name_or_path, config.base_model_revision
         commit = getattr(config, "_commit_hash", None)
@@ -560,7 +561,8 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             k: v for k, v in kwargs.items() if k not in ("revision", "subfolder", "code_revision", "adapter_kwargs")
         }
         of_base |= {"_commit_hash": revision, "revision": revision or "main"}
-        loaded = super().from_pretrained(base, *args, config=config, **of_base)
+        with _naming_damage(base, {k: v for k, v in of_base.items() if k in hub}):
+            loaded = super().from_pretrained(base, *args, config=config, **of_base)
         model, info = loaded if isinstance(loaded, tuple) else (loaded, None)
         model._load_add_on(add_on)
         model.config.name_or_path = model.name_or_path = str(pretrained_model_name_or_path)
@@ -739,6 +741,23 @@ def _timed(seconds: dict[str, float], stage: str):
 
 def _config_fields(kwargs: dict) -> dict:
     return {k: v for k, v in kwargs.items() if k in ArrCocConfig.__dataclass_fields__ and k != "dtype"}
+
+
+@contextmanager
+def _naming_damage(where, hub: dict):
+    """A weights file that cannot be read is named, with the mend: safetensors tells only what is wrong with it."""
+    try:
+        yield
+    except SafetensorError as error:
+        damaged = folder = os.path.dirname(cached_file(str(where), "config.json", **hub))
+        for name in sorted(f for f in os.listdir(folder) if f.endswith(".safetensors")):
+            try:
+                with safe_open(os.path.join(folder, name), "pt"):
+                    pass
+            except SafetensorError:
+                damaged = os.path.join(folder, name)
+                break
+        raise ValueError(f"{damaged} cannot be read ({error}): delete it, and download or save it again.") from error
 
 
 def _is_as_downloaded(path: str) -> bool:

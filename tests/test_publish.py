@@ -163,6 +163,20 @@ class TestDownloads:
         with pytest.raises(ValueError, match=f"{ADD_ON}.*is not what was downloaded.*download it again"):
             load("org/arr", revision=COMMIT, cache_dir=tmp_path)
 
+    @pytest.mark.parametrize("layout", ["reference", "merged"])
+    @pytest.mark.parametrize("keep", [5, 100_000])
+    def test_a_truncated_shard_is_named(self, made, tmp_path, layout, keep):
+        for name in ("base", layout):
+            shutil.copytree(made / name, tmp_path / name)
+        config = json.loads((tmp_path / layout / "config.json").read_text())
+        if layout == "reference":
+            config["base_model_name_or_path"] = str(tmp_path / "base")
+            (tmp_path / layout / "config.json").write_text(json.dumps(config))
+        shard = sorted((tmp_path / ("base" if layout == "reference" else layout)).glob("model*.safetensors"))[-1]
+        shard.write_bytes(shard.read_bytes()[:keep])
+        with pytest.raises(ValueError, match=f"{shard.name} cannot be read .*: delete it"):
+            AutoModelForImageTextToText.from_pretrained(tmp_path / layout)
+
 
 class TestLayouts:
     def test_merged_it_loads_in_both_classes(self, made, inputs, tmp_path):
