@@ -63,7 +63,7 @@ instead = {"base_model_name_or_path": base, "base_model_revision": None} if base
 config = AutoConfig.from_pretrained(folder, trust_remote_code=True, **instead)
 model = AutoModelForImageTextToText.from_pretrained(folder, config=config, trust_remote_code=True, dtype="auto")
 assert type(model).__module__.startswith("transformers_modules"), type(model)
-processor = AutoProcessor.from_pretrained(folder)
+processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
 picture = Image.radial_gradient("L").resize((320, 256)).convert("RGB")
 messages = [{"role": "user", "content": [{"type": "image", "image": picture}, {"type": "text", "text": "what is it?"}]}]
 inputs = processor.apply_chat_template(
@@ -90,7 +90,8 @@ with torch.device("meta"):
 own, given = model.relevance.state_dict(), load_file(folder + "/arr_coc.safetensors")
 fits = {k: v.shape for k, v in own.items()} == {k: v.shape for k, v in given.items()}
 assert fits, "the add-on does not fit the config"
-assert hasattr(AutoProcessor.from_pretrained(folder), "apply_chat_template"), "no processor, only a part of one"
+processor = AutoProcessor.from_pretrained(folder, trust_remote_code=True)
+assert hasattr(processor, "apply_chat_template"), f"no processor, only its {type(processor).__name__}"
 tell(weights=len(own))
 """
 )
