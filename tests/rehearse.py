@@ -53,6 +53,7 @@ exec("processor = " + rest, globals())
 told["answer_seconds"], told["new_tokens"] = time.monotonic() - began, out.shape[1] - inputs["input_ids"].shape[1]
 told["native_tokens"] = int(inputs["image_grid_thw"].prod()) // 4
 told["visual_tokens"] = len(model.perceive(**inputs, num_visual_tokens=100).allocation[0])
+told["peak_bytes_with_answer"] = memory("VmHWM") - before  # weights are mapped, and read when they are first used
 json.dump(told, open("told.json", "w"))
 """
 

@@ -532,7 +532,7 @@ class TestPush:
         _, said = push(hub, light, dry_run=True)
         assert not hub.writes() and "exists" in said and "add" not in said
 
-    @pytest.mark.parametrize("fault", ["401", "503", "cut", "lost"])
+    @pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow) for f in ("401", "503", "cut")] + ["lost"])
     @pytest.mark.parametrize("call", CALLS)
     def test_after_any_failure_the_same_command_goes_on(self, hub, light, call, fault):
         for after in range(4):
