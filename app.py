@@ -306,7 +306,7 @@ def build(opening: bool = True) -> gr.Blocks:
     shown = (
         example(0, examples) if opening else (gr.skip(), gr.skip(), gr.skip(), panels.progress(1, ""), None, None, "")
     )
-    heavy = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "hidden"}
+    heavy = {"concurrency_id": "model", "concurrency_limit": 1, "show_progress": "full"}  # the place in the queue
     page = {"api_visibility": "private", "trigger_mode": "once"}
     with gr.Blocks(title="ARR-COC: look where it matters", delete_cache=(3600, 3600)) as demo:
         gr.HTML(panels.header(MODEL["name"], MODEL["revision"], kind))
@@ -334,7 +334,10 @@ def build(opening: bool = True) -> gr.Blocks:
                             )
                             longest = gr.Slider(1, MAX_ANSWER, 48, step=1, label="Longest answer, in tokens")
                     with gr.Column(scale=3, min_width=300):
-                        status, race = gr.HTML(shown[3]), gr.HTML(shown[4] or panels.race(None, "not asked yet"))
+                        status, race = (
+                            gr.HTML(shown[3], elem_classes="status"),
+                            gr.HTML(shown[4] or panels.race(None, "not asked yet")),
+                        )
                         gr.HTML('<p class="hint">Try one that makes another point:</p>')
                         with gr.Row(elem_classes="examples"):
                             chosen = [gr.Button(row["why"], size="sm", min_width=90) for row in examples]
@@ -355,10 +358,10 @@ def build(opening: bool = True) -> gr.Blocks:
                     "\n".join(QUESTIONS[kind]), label="Questions, one a line", lines=4, max_lines=8, max_length=4000
                 )
                 ask_all = gr.Button("Ask all of them")
-                grid_status, grid = gr.HTML(), gr.HTML()
+                grid_status, grid = gr.HTML(elem_classes="status"), gr.HTML()
                 gr.HTML(panels.section("Same question, other budgets", "From a glimpse to everything."))
                 spend = gr.Button("Draw the strip")
-                strip_status, strip = gr.HTML(), gr.HTML()
+                strip_status, strip = gr.HTML(elem_classes="status"), gr.HTML()
             with gr.Tab("Results"):
                 results_tab(page)
             with gr.Tab("API"):
@@ -366,16 +369,18 @@ def build(opening: bool = True) -> gr.Blocks:
 
         settings = [allocator, realize, longest]
         gr.on([go.click, question.submit], refusing(page_compare), [image, question, budget, exact, *settings],
-              [status, race, slide, looked], js=panels.SHOW_ANSWERS, **heavy, **page)  # fmt: skip
+              [status, race, slide, looked], show_progress_on=status, js=panels.SHOW_ANSWERS,
+              **heavy, **page)  # fmt: skip
         gr.on(ask_all.click, refusing(page_questions), [image, questions, budget, exact, *settings],
-              [grid_status, grid], **heavy, **page)  # fmt: skip
+              [grid_status, grid], show_progress_on=grid_status, **heavy, **page)  # fmt: skip
         gr.on(spend.click, refusing(page_budgets), [image, question, *settings],
-              [strip_status, strip], **heavy, **page)  # fmt: skip
+              [strip_status, strip], show_progress_on=strip_status, **heavy, **page)  # fmt: skip
         for i, button in enumerate(chosen):
             button.click(
                 partial(example, i, examples),
                 None,
                 [image, question, budget, status, race, slide, looked],
+                show_progress_on=status,
                 **heavy,
                 **page,
             )

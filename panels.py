@@ -70,9 +70,11 @@ def figure(picture: Image.Image, title: str, note: str = "", *, wide: int = 640)
 def race(state: dict | None, note: str = "") -> str:
     """Both answers with what they cost, under the ratios. `state` is what `answering.answers` yields."""
     ours, stock = (state or {}).get("arr_coc"), (state or {}).get("stock")
+    every = state["perception"].grid[0][0] * state["perception"].grid[0][1] if state else 1
+    waits = "waits for its turn" if ours else note
     return f"""<div class="race">{_headline(ours, stock)}<div class="arms">
-{_arm("ARR-COC", "reads only what the question needs", ours, stock, "ours", note if not ours else "")}
-{_arm("Qwen3-VL", "reads the whole image", stock, ours, "stock", "waits for its turn" if ours and not stock else note)}
+{_arm("ARR-COC", "reads only what the question needs", ours, every, "ours", note)}
+{_arm("Qwen3-VL", "reads the whole image", stock, every, "stock", waits)}
 </div></div>"""
 
 
@@ -100,11 +102,10 @@ def _ratio(value: float, better: str, same: str, worse: str) -> str:
     return f"<b{kind}>{shown:.{1 if shown < 10 else 0}f}×</b><span>{better if value > 1 else worse}</span>"
 
 
-def _arm(name: str, motto: str, run: dict | None, other: dict | None, kind: str, note: str) -> str:
+def _arm(name: str, motto: str, run: dict | None, every: int, kind: str, note: str) -> str:
     answer = _said(run) if run else f'<span class="idle">{_e(note) or "…"}</span>'
     writing = ' <span class="caret" aria-hidden="true"></span>' if run and not run["done"] else ""
-    most = max((r["tokens"] for r in (run, other) if r), default=0)
-    share = 100 * run["tokens"] / most if run else 0
+    share = 100 * run["tokens"] / every if run else 0
     rows = [("visual tokens", f"{run['tokens']:,}" if run else "–")]
     rows += [("first word", seconds(run["first"]) if run else "–")]
     rows += [("whole answer", seconds(run["seconds"]["total"]) if run and run["done"] else "–")]
@@ -144,9 +145,9 @@ def looked(image: Image.Image, perception) -> str:
     ]
     return (
         f'<div class="looked"><div class="figures">{"".join(cards)}</div><h3>Three ways of knowing make it</h3>'
-        f'<div class="figures ways">{"".join(ways)}</div><div class="halves"><div><h3>What was weighed against what</h3>'
-        f"{tensions(perception.tensions[0].tolist())}</div><div><h3>In numbers</h3>{numbers(perception)}</div></div>"
-        "</div>"
+        f'<div class="figures ways">{"".join(ways)}</div><div class="halves">'
+        f"<div><h3>What was weighed against what</h3>{tensions(perception.tensions[0].tolist())}</div>"
+        f"<div><h3>In numbers</h3>{numbers(perception)}</div></div></div>"
     )
 
 
