@@ -40,6 +40,7 @@ from .realizing import gather_patches, pool_features, shorten, tower_inputs
 from .texture import detail, texture, to_pixels
 
 ADD_ON = "arr_coc.safetensors"
+WEIGHTS = ("model.safetensors.index.json", "model.safetensors")  # what transformers calls them
 AUTO_MAP = {
     "AutoConfig": "configuration_arr_coc.ArrCocConfig",
     "AutoModel": "modeling_arr_coc.ArrCocForConditionalGeneration",
@@ -749,8 +750,10 @@ def _naming_damage(where, hub: dict):
     try:
         yield
     except SafetensorError as error:
-        damaged = folder = os.path.dirname(cached_file(str(where), "config.json", **hub))
-        for name in sorted(f for f in os.listdir(folder) if f.endswith(".safetensors")):
+        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
+        found = [cached_file(str(where), name, **hub, **quiet) for name in WEIGHTS]
+        damaged, folder = where, next((os.path.dirname(path) for path in found if path), None)
+        for name in sorted(f for f in os.listdir(folder) if f.endswith(".safetensors")) if folder else ():
             try:
                 with safe_open(os.path.join(folder, name), "pt"):
                     pass

@@ -63,7 +63,7 @@ def run(name: str, python: Path) -> bool:
         ), f"{name} would have been tested with {told.stdout}"
     began = time.monotonic()
     tests = [str(ROOT / "tests" / f"test_{part}.py") for part in CORE]
-    done = subprocess.run([python, "-m", "pytest", "-p", "no:cacheprovider", "-q", *tests], capture_output=True,
+    done = subprocess.run([python, "-m", "pytest", "-p", "no:cacheprovider", *tests], capture_output=True,
                           text=True, cwd=ROOT, env=os.environ | {"PYTHONWARNINGS": "ignore"})  # fmt: skip
     (ROOT / ".venv" / "compat" / f"{name}.txt").write_text(done.stdout + done.stderr)
     counted = " ".join(re.findall(r"\d+ (?:passed|failed|errors?|skipped)", done.stdout)) or f"exit {done.returncode}"

@@ -177,6 +177,19 @@ class TestDownloads:
         with pytest.raises(ValueError, match=f"{shard.name} cannot be read .*: delete it"):
             AutoModelForImageTextToText.from_pretrained(tmp_path / layout)
 
+    def test_a_truncated_shard_in_the_cache_is_named(self, made, tmp_path):
+        """Of the base, only its weights lie there."""
+        ours, base = (tmp_path / f"models--org--{name}" / "snapshots" / COMMIT for name in ("arr", "base"))
+        shutil.copytree(made / "reference", ours)
+        shutil.copytree(made / "base", base, ignore=shutil.ignore_patterns("config.json"))
+        config = json.loads((ours / "config.json").read_text())
+        instead = {"base_model_name_or_path": "org/base", "base_model_revision": COMMIT}
+        (ours / "config.json").write_text(json.dumps(config | instead))
+        shard = sorted(base.glob("model-*.safetensors"))[1]
+        shard.write_bytes(shard.read_bytes()[:-100])
+        with pytest.raises(ValueError, match=f"{shard.name} cannot be read .*: delete it"):
+            ArrCocForConditionalGeneration.from_pretrained("org/arr", revision=COMMIT, cache_dir=tmp_path)
+
 
 class TestLayouts:
     def test_merged_it_loads_in_both_classes(self, made, inputs, tmp_path):
@@ -532,7 +545,9 @@ class TestPush:
         _, said = push(hub, light, dry_run=True)
         assert not hub.writes() and "exists" in said and "add" not in said
 
-    @pytest.mark.parametrize("fault", [pytest.param(f, marks=pytest.mark.slow) for f in ("401", "503", "cut")] + ["lost"])
+    @pytest.mark.parametrize(
+        "fault", ["lost", *(pytest.param(f, marks=pytest.mark.slow) for f in ("401", "503", "cut"))]
+    )
     @pytest.mark.parametrize("call", CALLS)
     def test_after_any_failure_the_same_command_goes_on(self, hub, light, call, fault):
         for after in range(4):
