@@ -454,6 +454,7 @@ class TestCheck:
             staged / "space", "space", beside={"model": staged / "model", "dataset": staged / "dataset"}
         )
 
+    @pytest.mark.slow  # five processes that import everything
     def test_from_the_command_line(self, staged):
         done = run("check", "--out", staged, "--only", "model")
         assert done.returncode == 0 and "ok   model: loads" in done.stdout, done.stdout + done.stderr
@@ -597,6 +598,7 @@ class TestPush:
         push(hub, light, private=True)
         assert {repo["visibility"] for repo in hub.repos.values()} == {"private"}
 
+    @pytest.mark.slow  # five processes that import everything
     def test_from_the_command_line(self, hub, staged, tmp_path):
         env = {"HF_ENDPOINT": hub.endpoint, "HF_HUB_OFFLINE": "0", "HF_HUB_DISABLE_XET": "1", "HF_HOME": str(tmp_path)}
         done = run("push", "--out", staged, **env, HF_TOKEN="")
