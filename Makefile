@@ -18,9 +18,9 @@ setup: .venv/.ready ## everything that is needed, in .venv
 demo: setup ## the app: stock and ARR-COC side by side, on your own image
 	$(PY) -m arr_coc.app
 
-ask: setup ## the same on the command line, about a photograph, and a picture of where it looked
+ask: setup ## the same on the command line, about an example, and a picture of where it looked
 	mkdir -p $(OUT)
-	$(PY) -m arr_coc examples/astronaut.jpg "What colour is most of the picture?" --budget 0.2 --out $(OUT)/demo.png
+	$(PY) -m arr_coc examples/one-thing.jpg "name the blue thing" --budget 0.2 --out $(OUT)/demo.png
 
 test: setup lint ## the fast tests
 	$(PY) -m pytest tests
