@@ -25,7 +25,9 @@ def small_model() -> ArrCocForConditionalGeneration:
     ids = tiny_processor().tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     fields |= {"glance_tokens": 8, "user_turn_token_ids": ids[:1], "turn_end_token_id": ids[1]}
     torch.manual_seed(0)
-    model = ArrCocForConditionalGeneration._from_config(ArrCocConfig(**fields), attn_implementation="sdpa").eval()
+    model = ArrCocForConditionalGeneration._from_config(
+        ArrCocConfig(**fields), attn_implementation="sdpa", dtype=torch.float32
+    ).eval()
     model.generation_config.eos_token_id, model.generation_config.pad_token_id = [ids[1]], 0
     return model
 

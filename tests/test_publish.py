@@ -58,7 +58,8 @@ def small_config(**fields) -> ArrCocConfig:
         "depth": 3, "hidden_size": 32, "num_heads": 2, "intermediate_size": 64, "num_position_embeddings": 64,
         "deepstack_visual_indexes": [0, 1], "out_hidden_size": 48, "initializer_range": 0.3,
     }  # fmt: skip
-    tokens = {k: v for k, v in told.items() if k.endswith("_token_id") and k in ArrCocConfig.__dataclass_fields__}
+    ours = ArrCocConfig.__dataclass_fields__.keys() - {"turn_end_token_id"}
+    tokens = {k: v for k, v in told.items() if k.endswith("_token_id") and k in ours}
     tokenizer = AutoProcessor.from_pretrained(TINY).tokenizer
     return ArrCocConfig(
         text_config=text, vision_config=vision, tie_word_embeddings=True, glance_tokens=16,
