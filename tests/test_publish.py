@@ -255,7 +255,8 @@ def staged(made, tmp_path, dataset_and_space):
 def small_root(tmp_path_factory):
     """A copy of what is staged from this repository, with a small dataset and a stand-in for the app."""
     root = tmp_path_factory.mktemp("root")
-    for name in (*CODE, "__init__.py", "LICENSE", "model_card.md", "config.json", "examples/astronaut.jpg"):
+    pictures = ("examples/astronaut.jpg", "docs/demo.jpg")
+    for name in (*CODE, "__init__.py", "LICENSE", "model_card.md", "config.json", *pictures):
         (root / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, root / name)
     card = (root / "model_card.md").read_text().split("## Results")  # its plots need rows
@@ -298,7 +299,7 @@ class TestStage:
     def test_just_what_is_allowed(self, staged):
         names = {kind: set(hashes(staged / kind)) for kind in ("model", "dataset", "space")}
         common = {"README.md", "LICENSE"}
-        processor = set(PROCESSOR) | {"config.json", ADD_ON, "examples/astronaut.jpg"}
+        processor = set(PROCESSOR) | {"config.json", ADD_ON, "examples/astronaut.jpg", "docs/demo.jpg"}
         assert names["model"] == common | CODE | processor
         assert names["dataset"] == common | {"summary/a.parquet", "queries/best.sql"}
         package = {f"arr_coc/{name}" for name in (*CODE, "__init__.py")}
