@@ -551,17 +551,17 @@ def plot_curves(log: Path, png: Path):
     except ImportError:
         return
     rows = [json.loads(line) for line in log.read_text().splitlines()]
-    steps = {r["step"]: r["pictures"] for r in rows if "loss" in r}
     losses = [r for r in rows if "loss" in r]
-    evals = [r for r in rows if "accuracy" in r and r["step"] in steps]
+    evals = [r for r in rows if "accuracy" in r]
+    clock = np.array(sorted((r["seconds"], r["pictures"]) for r in losses)).T  # an evaluation knows only its second
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for name in ("answers", "probe"):
         left.plot([r["pictures"] for r in losses], [r[name] for r in losses], label=name)
     left.set(xlabel="pictures", ylabel="loss", yscale="log")
     left.legend()
     for name in sorted({name for r in evals for name in r["accuracy"]}):
-        points = [(steps[r["step"]], r["accuracy"][name]) for r in evals if name in r["accuracy"]]
-        right.plot(*zip(*points, strict=True), label=name, lw=3 if name == "all" else 1)
+        points = [(np.interp(r["seconds"], *clock), r["accuracy"][name]) for r in evals if name in r["accuracy"]]
+        right.plot(*zip(*points, strict=True), label=name, marker="o", ms=3, lw=3 if name == "all" else 1)
     right.set(xlabel="pictures", ylabel="right answers (teacher-forced)", ylim=(0, 1))
     if evals:
         right.legend(fontsize=7)
