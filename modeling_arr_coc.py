@@ -37,7 +37,7 @@ from .balancing import Policy, balance
 from .configuration_arr_coc import ArrCocConfig, check_budget
 from .knowing import Affinity, Lens, Silent, perspectival, propositional, to_grid
 from .realizing import gather_patches, pool_features, shorten, tower_inputs
-from .texture import detail, texture, to_pixels
+from .texture import detail, finite, texture, to_pixels
 
 ADD_ON = "arr_coc.safetensors"
 WEIGHTS = ("model.safetensors.index.json", "model.safetensors")  # what transformers calls them
@@ -157,6 +157,9 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             ValueError: budgets, images and placeholders that do not fit each other, or pixels that are not finite.
         """
         prompt = _Prompt(input_ids, attention_mask, pixel_values, image_grid_thw, self.config)
+        return self._perceive(prompt, num_visual_tokens, known)
+
+    def _perceive(self, prompt: "_Prompt", num_visual_tokens, known: ArrCocOutput | None = None) -> ArrCocOutput:
         budgets = self._budgets(num_visual_tokens, len(prompt.grids))
         out = ArrCocOutput(**{name: [] for name in ArrCocOutput.__dataclass_fields__})
         out.grid, out.seconds = prompt.grids, {}
@@ -171,7 +174,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             with _timed(out.seconds, "glance"):
                 glances = self._glance(prompt, questions)
         # Autocast would round the choice to bf16, and it would change with the caller's settings.
-        exact = torch.autocast(pixel_values.device.type, enabled=False)
+        exact = torch.autocast(prompt.patches[0].device.type, enabled=False)
         with _timed(out.seconds, "knowing"), exact:
             for i in range(len(prompt.grids)):
                 out.propositional.append(propositional(out.detail[i]))
@@ -325,6 +328,8 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
 
     def _chooses(self, inputs: dict, perception: ArrCocOutput | None, num_visual_tokens) -> bool:
         """Whether anything is to be chosen: not without images, with all budgets `"all"`, or embeddings for ids."""
+        if perception is not None and num_visual_tokens is not None:
+            raise ValueError("num_visual_tokens came beside a perception, which has spent its budget: pass one of them.")
         grids = inputs.get("image_grid_thw")
         budgets = [] if perception is not None else self._budgets(num_visual_tokens, 0 if grids is None else len(grids))
         if inputs.get("input_ids") is None or (inputs.get("pixel_values") is None and grids is None):
@@ -334,9 +339,9 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
     def _spend(self, inputs: dict, perception: ArrCocOutput | None, num_visual_tokens) -> tuple[dict, Tensor]:
         """Inputs as the processor made them -> inputs for the stock model with the chosen tokens only, and `kept`."""
         grids, pixels = inputs.get("image_grid_thw"), inputs.get("pixel_values")
-        if perception is None:
-            perception = self.perceive(**inputs, num_visual_tokens=num_visual_tokens)
         prompt = _Prompt(inputs["input_ids"], inputs.get("attention_mask"), pixels, grids, self.config)
+        if perception is None:
+            perception = self._perceive(prompt, num_visual_tokens)
         if prompt.grids != perception.grid:
             raise ValueError(
                 f"perception is of images with grids {perception.grid}, the inputs have {prompt.grids}: pass the "
@@ -453,7 +458,9 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             "mm_encoder_outputs": mm_encoder_outputs,
         }
         raw = mm_encoder_outputs is None and pixel_values is not None
-        if raw and self._chooses(inputs, perception, num_visual_tokens):
+        if raw and not self._chooses(inputs, perception, num_visual_tokens):
+            finite("pixel_values", pixel_values)
+        elif raw:
             inputs, kept = self._spend(inputs, perception, num_visual_tokens)
             if labels is not None:
                 labels = torch.where(kept < 0, -100, labels.gather(1, kept.clamp(min=0)))
@@ -478,13 +485,15 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
 
         Args:
             num_visual_tokens: the budget, as in [`perceive`].
-            perception: what `perceive` returned for these inputs; then nothing is chosen anew.
+            perception: what `perceive` returned for these inputs; then nothing is chosen anew, and there is no budget.
         """
         if inputs is not None:
             kwargs["input_ids"] = inputs
         chooses = self._chooses(kwargs, perception, num_visual_tokens)
         self._check_cache(kwargs, chooses)
         if not chooses:
+            if kwargs.get("pixel_values") is not None:  # `forward` is given features, no pixels
+                finite("pixel_values", kwargs["pixel_values"])
             return super().generate(None, *args, **kwargs)
         prompt = kwargs["input_ids"]
         kwargs = self._count_new_tokens(kwargs, prompt.shape[1])
@@ -648,6 +657,7 @@ class _Prompt:
                     f"pixel_values has {len(pixel_values)} rows, image_grid_thw asks for {sum(counts)}: pass both as "
                     "the processor returned them."
                 )
+            finite("pixel_values", pixel_values)
             self.patches = list(pixel_values.split(counts))
         cells, found = sum(h * w for h, w in self.grids), int(self.is_image.sum())
         if cells != found:

@@ -136,7 +136,7 @@ def to_pixels(
     if patches.dim() != 2 or t < 1 or len(patches) != t * h * w:
         grid = f"image_grid_thw {[t, h, w]}"
         raise ValueError(f"pixel_values are {list(patches.shape)} for {grid}: pass this image's {t * h * w} rows.")
-    patches, *_ = _finite("pixel_values", patches)
+    patches, *_ = finite("pixel_values", patches)
     frames = torch.stack([from_patches(rows, (h, w), **layout) for rows in patches.split(h * w)])
     if frames.shape[1] != 3:
         raise ValueError(f"pixel_values hold {frames.shape[1]} channels a patch: convert the image to RGB first.")
@@ -320,7 +320,7 @@ def _exactly(function, x: Tensor) -> Tensor:
     return function(x.double()).to(x.dtype) if x.is_cuda else function(x)
 
 
-def _finite(name: str, x: Tensor) -> tuple[Tensor, float, float]:
+def finite(name: str, x: Tensor) -> tuple[Tensor, float, float]:
     """`x` in float32 (float64 stays) with its least and greatest value, which must be numbers."""
     x = x if x.dtype == torch.float64 else x.float()
     low, high = (v.item() for v in torch.aminmax(x.detach()))
@@ -335,7 +335,7 @@ def _checked(name: str, pixels: Tensor, cell: int) -> Tensor:
         raise ValueError(f"{name} are {list(pixels.shape)}: pass one RGB image [3, H, W].")
     if pixels.shape[1] % cell or pixels.shape[2] % cell or not pixels.numel():
         raise ValueError(f"{name} are {list(pixels.shape)}: resize or pad H and W to multiples of {cell} px.")
-    pixels, low, high = _finite(name, pixels)
+    pixels, low, high = finite(name, pixels)
     if low < -1e-3 or high > 1 + 1e-3:
         raise ValueError(f"{name} range from {low:.3g} to {high:.3g}: scale them to [0, 1] (`to_pixels` does).")
     return pixels[None]

@@ -130,8 +130,23 @@ class TestImagesAndPlaceholders:
         inputs["pixel_values"][-1, 7] = value  # in the last image of three
         refused(model, call, inputs, "pixel_values hold NaN or infinite values: repair")
 
+    @pytest.mark.parametrize("call", ["forward", "generate"])
+    def test_pixels_that_are_no_numbers_though_nothing_is_chosen(self, model, inputs, call):
+        with torch.no_grad():
+            p = model.perceive(**inputs, num_visual_tokens=3)
+        inputs["pixel_values"][0, 0] = torch.nan
+        for given in ({"num_visual_tokens": "all"}, {"perception": p}):
+            refused(model, call, inputs, "pixel_values hold NaN or infinite values: repair", **given)
+
 
 class TestPerceptions:
+    @pytest.mark.parametrize("call", ["forward", "generate"])
+    def test_beside_a_budget(self, model, inputs, call):
+        with torch.no_grad():
+            p = model.perceive(**inputs, num_visual_tokens=3)
+        message = "num_visual_tokens came beside a perception.*pass one of them"
+        refused(model, call, inputs, message, perception=p, num_visual_tokens=5)
+
     @pytest.mark.parametrize("call", ["forward", "generate"])
     @pytest.mark.parametrize("other", [[[(3, 4, 0), [5]]], [[(3, 4, 0), (4, 2, 1), (2, 3, 2)]], [[[5]]]], ids=str)
     def test_of_other_images(self, model, inputs, call, other):
