@@ -23,10 +23,10 @@ import gradio as gr
 import yaml
 from PIL import Image
 
-from arr_coc import panels, results
 from arr_coc.answering import TINY, Refused, answers, load, variant
 from arr_coc.balancing import TENSIONS
-from arr_coc.uploads import (
+from arr_coc.space import panels, results
+from arr_coc.space.uploads import (
     MAX_ANSWER,
     MAX_ASKED,
     MAX_QUESTION,
@@ -488,7 +488,7 @@ def launch(demo: gr.Blocks, **kwargs):
     """Serves the page with what a public page needs: a limit on files, no traces, no other paths."""
     return demo.launch(
         theme=theme(),
-        css_paths=HERE / "app.css",
+        css_paths=HERE / "space" / "app.css",
         js=panels.KEYBOARD,
         max_file_size="10mb",
         show_error=True,  # words, never a trace: what fails in a handler has been put into words before

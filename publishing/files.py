@@ -18,7 +18,7 @@ PROCESSOR = (
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index.json")
 PICTURES = ("*.png", "*.jpg", "*.jpeg", "*.webp", "*.svg")
 EXAMPLE = "examples/astronaut.jpg"  # what the model card's snippet asks about
-SPACE_DATA = ("app.css", "examples/*.jpg", "examples/examples.json", "benchmarks/dataset/queries/*.sql")
+SPACE_DATA = ("space/app.css", "examples/*.jpg", "examples/examples.json", "benchmarks/dataset/queries/*.sql")
 ALLOWED = {
     "model": (
         "README.md", "LICENSE", "config.json", "generation_config.json", "*.py", ADD_ON,

@@ -23,8 +23,9 @@ from gradio_client import Client, handle_file
 from gradio_client.exceptions import AppError
 from PIL import Image
 
-from arr_coc import ArrCocOutput, app, panels, results, uploads
+from arr_coc import ArrCocOutput, app
 from arr_coc.answering import Refused, answers, open_image, prompt, variant
+from arr_coc.space import panels, results, uploads
 from benchmarks import schema
 
 EXAMPLES = app.HERE / "examples"

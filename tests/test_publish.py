@@ -278,9 +278,9 @@ def small_root(tmp_path_factory):
     (root / "benchmarks" / "sql.py").write_text("A = 1\n")
     (root / "benchmarks" / "unused.py").write_text("A = 1\n")
     (root / "examples" / "examples.json").write_text("[]")
-    (root / "app.css").write_text("")
     (root / "app.py").write_text(APP)
     (root / "space").mkdir()
+    (root / "space" / "app.css").write_text("")
     (root / "space" / "requirements.txt").write_text("torch==2.11.0\n")
     (root / "space" / "README.md").write_text(
         "---\ntitle: ARR-COC\nlicense: apache-2.0\nsdk: gradio\nsdk_version: 6.31.0\npython_version: '3.12.12'\n"
@@ -303,7 +303,8 @@ class TestStage:
         assert names["model"] == common | CODE | processor
         assert names["dataset"] == common | {"summary/a.parquet", "queries/best.sql"}
         package = {f"arr_coc/{name}" for name in (*CODE, "__init__.py")}
-        data = {"app.css", "examples/examples.json", "examples/astronaut.jpg", "benchmarks/dataset/queries/best.sql"}
+        data = {"space/app.css", "examples/examples.json", "examples/astronaut.jpg"}
+        data.add("benchmarks/dataset/queries/best.sql")
         code = {"app.py", "benchmarks/__init__.py", "benchmarks/sql.py"}
         assert names["space"] == common | {"requirements.txt"} | package | data | code
 
