@@ -433,7 +433,7 @@ _SOLID = [0] * 128 + [255] * 128
 
 
 def cell_labels(scene: Scene, cell: int = 32) -> dict[str, np.ndarray]:
-    """What stands in each cell: `kind` and `colour`, int64 `[h, w]`, 0 = empty, else 1 + index.
+    """What stands in each cell: `kind`, `colour` and `thing` of the scene, int64 `[h, w]`, 0 = empty, else 1 + index.
 
     The visible object that covers most of the cell, if that is at least 5 % of it; the cell that holds most of
     an object counts whatever the share. `h, w`: the sides over `cell`, rounded as Qwen's processor rounds.
@@ -446,14 +446,14 @@ def cell_labels(scene: Scene, cell: int = 32) -> dict[str, np.ndarray]:
     index = (rows[:, None] * (w * n) + columns[None] * n) + ids
     cover = np.bincount(index.ravel(), minlength=h * w * n).reshape(h * w, n)[:, 1:]
     counts = cover >= 0.05 * (cell / 2) ** 2
-    kind, colour = np.zeros((h, w), np.int64), np.zeros((h, w), np.int64)
+    kind, colour, best = (np.zeros((h, w), np.int64) for _ in range(3))
     if n > 1:
         counts[cover.argmax(0), np.arange(n - 1)] = True
         cover = cover * counts
         best = np.where(cover.max(1) > 0, cover.argmax(1) + 1, 0).reshape(h, w)
         kind = np.array([0] + [1 + KINDS.index(thing.kind) for thing in scene.objects])[best]
         colour = np.array([0] + [1 + COLOURS.index(thing.colour) for thing in scene.objects])[best]
-    return {"kind": kind, "colour": colour}
+    return {"kind": kind, "colour": colour, "thing": best}
 
 
 # ---------------------------------------------------------------- answers and words

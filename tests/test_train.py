@@ -186,8 +186,8 @@ def test_two_processes_and_steps_share_no_seed(processor):
     for rank in range(2):
         data = base.Scenes(plan, processor, seed=1, questions=1, rank=rank)
         data.scene = lambda seed, split, size: seen.append(seed)
-        data.collate = lambda batch, times: batch
-        steps = [len(b) for b in data]
+        data.collate = lambda batch, times: {"pictures": len(batch)}
+        steps = [b["pictures"] for b in data]
         assert len(steps) == plan.total_steps and set(steps) == {2, 3}
     assert len(seen) == len(set(seen)) == plan.pictures
 
@@ -198,7 +198,7 @@ def test_two_processes_and_steps_share_no_seed(processor):
 @torch.no_grad()
 def test_learner_equals_stock(processor, batch, made):
     """Folded attention, linear patch embedding and precomputed tables: the logits of answers are stock's."""
-    learner = base.Learner(fresh_model(processor)).eval()
+    learner = base.Learner(base.quicken(fresh_model(processor)), processor.tokenizer).eval()
     mine = learner(**batch, return_logits=True)["logits"]
     stock_model, theirs = fresh_model(processor), []
     header, end = learner_header(processor)
@@ -217,7 +217,7 @@ def learner_header(processor):
 @torch.no_grad()
 def test_dropping_cells_equals_masking_them_in_the_language_model(processor, data):
     """What is left stands where it stood: same ids, places, labels and predictions' addresses."""
-    learner = base.Learner(fresh_model(processor)).train()
+    learner = base.Learner(base.quicken(fresh_model(processor)), processor.tokenizer).train()
     scene = data.scene(5, "train", SIZE)
     batch = data.collate([scene])
     taken = {}
@@ -276,6 +276,40 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
     assert weights.stat().st_size < 15.5e6
     again = run(tmp_path / "init", "--init", str(tmp_path / "whole"))  # weights alone are enough to start from
     assert again[0]["answers"] < whole[0]["answers"]
+
+
+def test_in_a_tower_stage_the_tower_and_the_words_alone_learn(processor, tmp_path):
+    rows = run(tmp_path, "--stage", "128:2:1:tower")  # before it, the test's own stage
+    assert rows[0]["answers"] > 0 and rows[-1]["answers"] is None and rows[-1]["loss"] == rows[-1]["probe"] > 0
+    learner = base.Learner(base.quicken(fresh_model(processor)), processor.tokenizer)
+    plan = base.Plan([base.Stage(SIZE, 2, 2, tower_only=True)])
+    learner(**next(iter(base.Scenes(plan, processor, seed=0, questions=2))))["loss"].backward()
+    learned = {name for name, p in learner.model.named_parameters() if p.grad is not None}
+    assert all("visual" in name or "embed_tokens" in name for name in learned) and len(learned) > 50
+    with pytest.raises(ValueError, match="a stage is SIZE:BATCH:WEIGHT or SIZE:BATCH:WEIGHT:tower, not '128:2:1:eyes'"):
+        base.Stage.parse("128:2:1:eyes")
+
+
+def test_the_probe_names_what_stands_in_cells_in_the_models_own_words(processor, data):
+    """Its labels are the scene's things; a cell's vector that is the sum of their words' embeddings names them best."""
+    scene = next(s for s in (data.scene(i, "train", SIZE) for i in range(50)) if any(o.text for o in s.objects))
+    batch = data.collate([scene])
+    cells = scenes.cell_labels(scene)
+    signs = [i for i, o in enumerate(scene.objects) if o.text]
+    for cell, thing in enumerate(cells["thing"].flatten() - 1):
+        text = int(batch["text"][0, cell])
+        assert (text >= 0) == (thing in signs)
+        if text >= 0:
+            assert scene.objects[thing].text.startswith(processor.tokenizer.decode([text]))
+    learner = base.Learner(fresh_model(processor), processor.tokenizer)
+    words = learner.model.get_input_embeddings().weight.detach()
+    right = torch.zeros(cells["kind"].size, words.shape[1])
+    for name in ("kind", "colour"):
+        label = batch[name][0]
+        right[label > 0] += words[getattr(learner, name)].mean(1)[label[label > 0] - 1]
+    right += torch.where(batch["text"][0, :, None] >= 0, words[batch["text"][0].clamp(min=0)], 0.0)
+    wrong = right.roll(1, 1)
+    assert learner.probe(100 * right, batch) < learner.probe(100 * wrong, batch)
 
 
 def test_shrunk_pictures_equal_an_area_average(data, made):

@@ -8,7 +8,8 @@ Each row is an image, a question, its answer, and where it has them the boxes of
 1. *grounded*: relevance learns the evidence boxes, no token is spent;
 2. (*video*: relevance carried from frame to frame. Not there yet.)
 3. *answers*: end to end. A budget is drawn for every image, its tokens are chosen and realized, and the answer's loss
-   comes back through the hard choice; evidence stays in the loss, and hard rows count twice.
+   comes back through the hard choice; evidence stays in the loss, and hard rows count twice. With --distil the answer
+   is taught by what the same model says with all its tokens, too (Hinton et al. 2015).
 
 Two ways of passing a gradient through the choice: `straight-through` gates each realized token by its gain without
 changing it (Bengio et al. 2013); `perturbed` compares two noisy choices and makes the better one likelier (the score
@@ -168,6 +169,7 @@ class Collate:
             out["input_ids"][i, length - len(ids) :] = torch.tensor(ids)
             out["attention_mask"][i, length - len(ids) :] = 1
             out["labels"][i, length - n :] = torch.tensor(ids[-n:])
+        out["mm_token_type_ids"] = (out["input_ids"] == config.image_token_id).int()
         out["pixels"], out["image_grid_thw"] = pixels, torch.stack(grids)
         out["answer_tokens"] = max(lengths)
         out["weight"] = torch.tensor(out["weight"])
@@ -224,10 +226,12 @@ class ArrCocTrainer(Trainer):
     """`Trainer` with the curriculum's loss. What it says of a run goes to whatever `--report-to` names."""
 
     def __init__(
-        self, *args, stage: str, choice: str, budgets: tuple[float, float], noise: float, ground: float, **kwargs
-    ):
+        self, *args, stage: str, choice: str, budgets: tuple[float, float], noise: float, ground: float, distil: float,
+        **kwargs,
+    ):  # fmt: skip
         super().__init__(*args, **kwargs)
         self.stage, self.choice, self.budgets, self.noise, self.ground = stage, choice, budgets, noise, ground
+        self.distil = distil
         self.dice = np.random.default_rng(self.args.seed)
         self.seen: list[dict[str, float]] = []
 
@@ -257,14 +261,29 @@ class ArrCocTrainer(Trainer):
     def answer_loss(
         self, core, inputs: dict, labels: Tensor, keep: int, perception: ArrCocOutput, weight: Tensor
     ) -> Tensor:
-        """Cross-entropy of the answers from the chosen tokens, rows weighted; its gradient reaches the gain."""
+        """Cross-entropy of the answers from the chosen tokens, rows weighted; its gradient reaches the gain.
+
+        With `distil`, plus that many times the KL divergence from the answers with all tokens, `KL(all || chosen)`.
+        """
+        target = labels[:, -keep:]
+        answers = target >= 0
+
+        def said(**spend) -> Tensor:
+            # Prompts are padded on the left, so the answers stand at the end, shortened or not.
+            return core(**inputs, **spend, logits_to_keep=keep + 1).logits[:, :-1].float()  # [B, keep, vocabulary]
+
+        teacher = None
+        if self.distil:
+            with torch.no_grad():
+                teacher = said(num_visual_tokens="all").log_softmax(-1)
 
         def per_row(perception: ArrCocOutput) -> Tensor:
-            # Prompts are padded on the left, so the answers stand at the end, shortened or not.
-            logits = core(**inputs, perception=perception, logits_to_keep=keep + 1).logits[:, :-1].float()
-            target = labels[:, -keep:]
-            each = F.cross_entropy(logits.flatten(0, 1), target.flatten(), ignore_index=-100, reduction="none")
-            return each.view_as(target).sum(1) / (target >= 0).sum(1)
+            logits = said(perception=perception)
+            each = F.cross_entropy(logits.transpose(1, 2), target, ignore_index=-100, reduction="none")
+            if teacher is not None:
+                apart = F.kl_div(logits.log_softmax(-1), teacher, log_target=True, reduction="none").sum(-1)
+                each = each + self.distil * apart * answers
+            return each.sum(1) / answers.sum(1)
 
         if self.choice == "straight-through":
             return (per_row(perception) * weight).sum() / weight.sum()
@@ -312,10 +331,17 @@ def _log_likelihood(gain: Tensor, allocation: Tensor) -> Tensor:
 
 
 class Pictures(TrainerCallback):
-    """Relevance of a few fixed rows, drawn as training goes, into `out/pictures` and TensorBoard."""
+    """Relevance of fixed rows, drawn as training goes: into `out/pictures`, TensorBoard and Weights & Biases."""
 
     def __init__(self, rows: list[Row], processor, out: Path, every: int):
         self.rows, self.processor, self.out, self.every = rows, processor, out / "pictures", every
+
+    def on_train_begin(self, args, state, control, **_):
+        self.board = None
+        if "tensorboard" in args.report_to and state.is_world_process_zero:
+            from torch.utils.tensorboard import SummaryWriter
+
+            self.board = SummaryWriter(str(self.out))
 
     def on_step_end(self, args, state, control, model=None, **_):
         if (
@@ -323,7 +349,14 @@ class Pictures(TrainerCallback):
             and (state.global_step % self.every == 0 or state.global_step == 1)
             and state.is_world_process_zero
         ):
-            self.draw(model, state.global_step)
+            sheet = self.draw(model, state.global_step)
+            if self.board:
+                self.board.add_image("relevance", np.asarray(sheet), state.global_step, dataformats="HWC")
+                self.board.flush()
+            if "wandb" in args.report_to:
+                import wandb
+
+                wandb.log({"relevance": wandb.Image(sheet)}, commit=False)
 
     @torch.no_grad()
     def draw(self, model, step: int):
@@ -342,6 +375,7 @@ class Pictures(TrainerCallback):
         for i, tile in enumerate(tiles):
             sheet.paste(tile, (256 * i, 0))
         sheet.save(self.out / f"{step:07d}.jpg", quality=85)
+        return sheet
 
 
 def chat_inputs(processor, image, question: str):
@@ -375,6 +409,7 @@ def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--choice", choices=CHOICES, default="straight-through", help="the gradient through the choice")
     p.add_argument("--noise", type=float, default=0.3, help="perturbed: the noise's share (default 0.3)")
     p.add_argument("--ground", type=float, default=1.0, help="weight of the evidence's loss (default 1)")
+    p.add_argument("--distil", type=float, default=0.0, help="weight of the loss against all tokens (default 0)")
     p.add_argument("--hard-weight", type=float, default=2.0, help="loss weight of hard rows (default 2)")
     p.add_argument("--budgets", type=float, nargs=2, default=(0.04, 0.5), metavar=("LOW", "HIGH"),
                    help="shares of the cells between which budgets are drawn (default 0.04 0.5)")  # fmt: skip
@@ -496,6 +531,7 @@ def train(args: argparse.Namespace):
         model, settings, optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)),
         train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight),
         stage=args.stage, choice=args.choice, budgets=tuple(args.budgets), noise=args.noise, ground=args.ground,
+        distil=args.distil,
         callbacks=[clock, JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=args.resume or None)

@@ -1,0 +1,203 @@
+"""train.py arr-coc: the curriculum's losses by hand, gradients through the hard choice, and whole runs."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from safetensors.torch import load_file
+from transformers import AutoProcessor
+
+from arr_coc import ArrCocForConditionalGeneration, ArrCocOutput
+from arr_coc.checkpoints.make_tiny import TINY
+from arr_coc.train import parser
+from training import arr_coc
+
+SIZE = 128
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def processor():
+    return AutoProcessor.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="module")
+def model():
+    return ArrCocForConditionalGeneration.from_pretrained(TINY, dtype=torch.float32)
+
+
+def rows(**changes) -> arr_coc.Row:
+    image = np.random.default_rng(0).integers(0, 256, (96, 64, 3), np.uint8)
+    return arr_coc.Row(**{"image": image, "question": "what is red?", "answer": "cup", **changes})
+
+
+# ---- losses by hand
+
+
+def test_evidence_is_the_cells_that_boxes_reach_into():
+    mask = arr_coc.evidence(rows(boxes=[(33, 5, 60, 60)]), 3, 2, 96, 64)
+    assert mask.tolist() == [[False, True], [False, True], [False, False]]
+    assert arr_coc.evidence(rows(whole=True), 3, 2, 96, 64).all()
+    assert arr_coc.evidence(rows(), 3, 2, 96, 64) is None
+
+
+def test_grounding_loss_by_hand():
+    p, gain = torch.tensor([[0.8, 0.4, 0.4, 0.4]]), torch.tensor([[0.6, 0.2, 0.1, 0.1]])
+    one, whole = torch.tensor([[True, False, False, False]]), torch.ones(1, 4, dtype=torch.bool)
+    inside = (-math.log(0.8) - math.log(0.6)) / 2 - 0.5 * math.log(0.6)
+    everywhere = -(math.log(0.8) + 3 * math.log(0.4)) / 4
+    for masks, weight, wanted in (
+        ([one], [1.0], inside),
+        ([one], [2.0], inside),
+        ([one, None], [1.0, 9.0], inside),
+        ([one, whole], [2.0, 1.0], (2 * inside + everywhere) / 3),
+        ([None], [1.0], 0.0),
+    ):
+        perception = ArrCocOutput(participatory=[p] * len(masks), gain=[gain] * len(masks))
+        loss = arr_coc.grounding_loss(perception, masks, torch.tensor(weight))
+        assert float(loss) == pytest.approx(wanted, rel=1e-5)
+
+
+def test_log_likelihood_by_hand():
+    """The tokens' shares of the gain; a coarse one has that of all it covers."""
+    gain = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
+    fine, coarse = torch.tensor([[1, 0, 1], [1, 1, 1]]), torch.tensor([[2, 0, 0]])
+    share = [float(x) / 1.0 for x in arr_coc.token_gain(gain, fine)]
+    assert float(arr_coc._log_likelihood(gain, fine)) == pytest.approx(np.mean(np.log(share)), rel=1e-5)
+    assert share == pytest.approx([0.2, 0.4])
+    assert float(arr_coc._log_likelihood(gain, coarse)) == pytest.approx(
+        math.log(float(arr_coc.token_gain(gain, coarse)[0])), rel=1e-5
+    )
+
+
+# ---- batches
+
+
+def test_batches_hold_what_the_processor_makes(processor, model):
+    """Prompts are those of generation, answers follow them, and texture computed by the workers is `perceive`'s own."""
+    collate = arr_coc.Collate(processor, model.config)
+    group = [rows(boxes=[(0, 0, 9, 9)]), rows(question="and blue?", answer="telephone", hard=True)]
+    batch = collate([group])
+    assert batch["weight"].tolist() == [1.0, 2.0] and batch["questions"] == [2]
+    for i, row in enumerate(group):
+        stock = arr_coc.chat_inputs(processor, Image.fromarray(row.image), row.question)
+        real = batch["input_ids"][i][batch["attention_mask"][i].bool()]
+        n = stock["input_ids"].shape[1]
+        assert real[:n].tolist() == stock["input_ids"][0].tolist()
+        said = batch["labels"][i][batch["labels"][i] >= 0]
+        assert processor.tokenizer.decode(said) == row.answer + "<|im_end|>"
+        assert real[n:].tolist() == said.tolist() and batch["labels"][i][-1] >= 0
+        torch.testing.assert_close(batch["pixels"][0], stock["pixel_values"])
+        with torch.no_grad():
+            seen = model.perceive(**stock)
+        torch.testing.assert_close(batch["texture"][i], seen.texture[0])
+        torch.testing.assert_close(batch["detail"][i], seen.detail[0])
+
+
+@pytest.mark.parametrize(
+    "columns, answer",
+    [
+        ({"answer": ["cup"]}, "cup"),
+        ({"multiple_choice_answer": ["cup"]}, "cup"),
+        ({"answers": [["mug", "cup", "cup"]]}, "cup"),
+        ({"answers": [[{"answer": "cup"}, {"answer": "mug"}, {"answer": "cup"}]]}, "cup"),
+        ({"answer": ["cup"], "boxes": [[[1, 2, 3, 4]]]}, "cup"),
+    ],
+    ids=lambda x: str(sorted(x))[:40],
+)
+def test_datasets_like_vqav2(tmp_path, columns, answer):
+    image = Image.new("RGBA", (40, 30))
+    Dataset.from_dict({"image": [image], "question": ["what?"], **columns}).save_to_disk(tmp_path / "rows")
+    ((row,),) = [arr_coc.DatasetRows(str(tmp_path / "rows"), "train")[0]]
+    assert (row.answer, row.question, row.image.mode) == (answer, "what?", "RGB")
+    assert list(map(list, row.boxes)) == columns.get("boxes", [[]])[0]
+
+
+def test_a_dataset_without_the_columns_is_refused(tmp_path):
+    Dataset.from_dict({"picture": ["x"], "question": ["what?"]}).save_to_disk(tmp_path / "rows")
+    with pytest.raises(ValueError, match=r"lacks the columns \['answer', 'image'\]; it has \['picture', 'question'\]"):
+        arr_coc.DatasetRows(str(tmp_path / "rows"), "train")
+
+
+# ---- through the hard choice
+
+
+def answer_loss(processor, choice: str, distil: float, budget: float, **fields):
+    """One batch's loss and its gradient by each row's gain, with noise and choice repeatable."""
+    model = ArrCocForConditionalGeneration.from_pretrained(TINY, dtype=torch.float32, **fields).train()
+    model.requires_grad_(False)
+    batch = arr_coc.Collate(processor, model.config)([arr_coc.scene_rows(1 << 36, "valid", SIZE, 3)])
+    trainer = arr_coc.ArrCocTrainer.__new__(arr_coc.ArrCocTrainer)
+    trainer.choice, trainer.distil, trainer.noise = choice, distil, 0.3
+    inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "image_grid_thw", "mm_token_type_ids")}
+    inputs["pixel_values"] = torch.cat(batch["pixels"] * 3)
+    torch.manual_seed(0)
+    perception = model.perceive(**inputs, num_visual_tokens=budget)
+    perception.gain = [gain.detach().requires_grad_() for gain in perception.gain]
+    loss = trainer.answer_loss(model, inputs, batch["labels"], batch["answer_tokens"], perception, batch["weight"])
+    loss.backward()
+    return loss.detach(), [gain.grad for gain in perception.gain]
+
+
+@pytest.mark.parametrize("choice", arr_coc.CHOICES)
+def test_gradients_reach_the_gain_through_the_choice(processor, choice):
+    _, grads = answer_loss(processor, choice, 0.0, 0.25)
+    assert all(grad is not None and grad.isfinite().all() for grad in grads)
+    moved = [bool(grad.abs().sum() > 0) for grad in grads]  # two noisy choices may be the same: no gradient, then
+    assert all(moved) if choice == "straight-through" else any(moved)
+
+
+def test_distilling_from_all_tokens_adds_nothing_where_all_are_kept(processor):
+    """KL(all || chosen) is zero where they are the same, and positive where tokens are missing."""
+    for budget, same in ((1.0, True), (0.25, False)):
+        plain, _ = answer_loss(processor, "straight-through", 0.0, budget, allocator="topk")
+        taught, _ = answer_loss(processor, "straight-through", 1.0, budget, allocator="topk")
+        assert taught == pytest.approx(float(plain), abs=1e-5) if same else taught > plain + 1e-4
+
+
+# ---- runs
+
+
+def run(out, *more):
+    args = parser().parse_args(
+        ["arr-coc", "--device", "cpu", "--out", str(out), "--size", str(SIZE), "--pictures", "1", "--questions", "2",
+         "--steps", "4", "--workers", "0", "--log-every", "1", "--save-every", "2", "--picture-every", "2", *more]
+    )  # fmt: skip
+    arr_coc.train(args)
+    return [row for row in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if "loss" in row]
+
+
+@pytest.mark.parametrize("stage, more", [("grounded", ()), ("answers", ("--distil", "0.5"))])
+def test_a_run_trains_relevance_alone_and_shows_itself(tmp_path, stage, more):
+    log = run(tmp_path, "--stage", stage, "--lr", "0.01", "--report-to", "tensorboard", *more)
+    assert [row["step"] for row in log] == [1, 2, 3, 4] and all(math.isfinite(row["loss"]) for row in log)
+    shown = {"ground", "budget", "steepness", "offset", "tension/compress_particularize", "tension/exploit_explore"}
+    assert shown <= log[-1].keys() and ("answer" in log[-1]) == (stage == "answers")
+    before, after = (load_file(folder / "model.safetensors") for folder in (TINY, tmp_path / "model"))
+    learned = {name for name in after if "relevance." in name}
+    assert learned and any(not torch.equal(before[n].float(), after[n].float()) for n in learned)
+    assert all(torch.equal(before[n].float(), after[n].to(torch.bfloat16).float()) for n in before.keys() - learned)
+    assert sorted(p.name for p in (tmp_path / "pictures").glob("*.jpg")) == [f"{n:07d}.jpg" for n in (1, 2, 4)]
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    board = EventAccumulator(str(tmp_path / "pictures")).Reload()
+    assert [event.step for event in board.Images("relevance")] == [1, 2, 4]
+    scalars = EventAccumulator(str(next(tmp_path.glob("state/runs/*")))).Reload().Tags()["scalars"]
+    assert any("steepness" in name for name in scalars)
+
+
+def test_a_stopped_run_goes_on(tmp_path):
+    run(tmp_path, "--stage", "grounded", "--steps", "2")
+    log = run(tmp_path, "--stage", "grounded", "--resume")
+    assert [row["step"] for row in log] == [1, 2, 3, 4]
