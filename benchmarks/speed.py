@@ -23,6 +23,7 @@ import statistics
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -169,6 +170,30 @@ def _resident() -> int:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def energy_meter(device: str, zones: Path = Path("/sys/class/powercap")) -> Callable[[], float] | None:
+    """A function that says how many joules the device has used, by its own counter; None where it does not tell.
+
+    NVML's counter of a GPU (with `pip install nvidia-ml-py`), or RAPL's of all CPU packages (most systems let only root
+    read it). RAPL's wraps around once in some minutes of full load, NVML's moves every 20 to 100 ms: medians help.
+    """
+    if torch.device(device).type == "cuda":
+        try:
+            import pynvml
+        except ImportError:
+            return None
+        try:
+            pynvml.nvmlInit()
+            gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{torch.cuda.get_device_properties(device).uuid}")
+            pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu)
+        except pynvml.NVMLError:
+            return None
+        return lambda: pynvml.nvmlDeviceGetTotalEnergyConsumption(gpu) / 1e3
+    counters = [zone / "energy_uj" for zone in sorted(zones.glob("intel-rapl:*")) if zone.name.count(":") == 1]
+    if not counters or not all(os.access(counter, os.R_OK) for counter in counters):
+        return None
+    return lambda: sum(int(counter.read_text()) for counter in counters) / 1e6
+
+
 def method_of(name: str):
     """A method by its name; *floor* is evenly spread tokens, which cost nothing to choose."""
     if name != FLOOR and name not in METHODS:
@@ -177,20 +202,21 @@ def method_of(name: str):
 
 
 @torch.no_grad()
-def once(model, processor, batch: Batch, name: str, tokens: int) -> dict:
-    """One prefill: seconds by stage (`*` is all of it), peak bytes, and the tokens that were kept."""
+def once(model, processor, batch: Batch, name: str, tokens: int, joules: Callable[[], float] | None = None) -> dict:
+    """One prefill: seconds by stage (`*` is all of it), peak bytes, joules where told, and the tokens that were kept."""
     method, device = method_of(name), str(model.device)
     batch = replace(batch, _seen={})  # nothing is shared between methods here
     with PeakMemory(device) as memory, Clock(model) as clock:
-        start = clock.now()
+        start, energy = clock.now(), joules() if joules else 0.0
         out = method.answer(model, batch, [tokens] * len(batch.samples), Prefill(processor, clock, 1 + STEPS))
-        whole = clock.now() - start
+        whole, energy = clock.now() - start, joules() - energy if joules else None
     stages = {k.removeprefix("choose/"): v for k, v in (clock.seconds | out.seconds).items()}
     decode = stages.pop("decode", 0.0)
     own = stages.pop("preprocess", None)  # a method that resizes does so before its prefill
     stages |= {"preprocess": batch.seconds if own is None else own, "decode": decode / STEPS}
     stages["*"] = whole - decode - (own or 0.0)
-    return {"stages": stages, "peak_bytes": memory.bytes, "tokens": len(out.kept[0])}
+    energy = energy if energy and energy > 0 else None  # the counter stood still, or wrapped around
+    return {"stages": stages, "peak_bytes": memory.bytes, "joules": energy, "tokens": len(out.kept[0])}
 
 
 def medians(rows: list[dict], config, shape: str, device: str, dtype: torch.dtype, run_id: str) -> list[dict]:
@@ -202,6 +228,8 @@ def medians(rows: list[dict], config, shape: str, device: str, dtype: torch.dtyp
         for stage, seconds in r["stages"].items():
             seen[at, stage].append(seconds)
         seen[at, "peak"].append(r["peak_bytes"])
+        if r.get("joules") is not None:
+            seen[at, "joules"].append(r["joules"])
     out = []
     text, cells = 16 + 8, {size: (size // config.cell) ** 2 for size in {r["size"] for r in rows}}
     base = {"run_id": run_id, "shape": shape, "device": device, "dtype": str(dtype).removeprefix("torch.")}
@@ -213,13 +241,14 @@ def medians(rows: list[dict], config, shape: str, device: str, dtype: torch.dtyp
         width = torch.empty((), dtype=dtype).element_size()
         row = base | {"batch": batch, "native_tokens": native, "budget_tokens": budget, "method": name}
         row |= {"peak_bytes": int(max(seen[at, "peak"]))}
+        row |= {"joules_median": statistics.median(seen[at, "joules"]) if (at, "joules") in seen else None}
         row |= {"kv_bytes": batch * kv_bytes(config, method.drops, native, kept, said["text"], width)}
         s = flat_scale(size // config.cell, size // config.cell, config.glance_tokens)
         looks = (-(-size // config.cell // s)) ** 2 if name.startswith("arr_coc") and name != "arr_coc_texture" else 0
         flops = [method_flops(config, m, native, k, text, g) for m, k, g in (
             (method.drops, kept, looks), ("nowhere", native, 0))]  # fmt: skip
         out.append(row | {"stage": "model", "seconds_median": None, "ratio_to_stock": flops[0] / flops[1]})
-        for stage in ("*", *sorted(k for (a, k) in seen if a == at and k not in ("*", "peak"))):
+        for stage in ("*", *sorted(k for (a, k) in seen if a == at and k not in ("*", "peak", "joules"))):
             seconds = statistics.median(seen[at, stage])
             out.append(row | {"stage": stage, "seconds_median": seconds, "ratio_to_stock": seconds / stock})
     return out
@@ -289,6 +318,7 @@ def measure_all(model, processor, args, names: list[str], log: Path | None) -> l
         log.parent.mkdir(parents=True, exist_ok=True)
         mend(log)
     rows = list(read_rows(log)) if log and log.exists() else []
+    joules = energy_meter(str(model.device))
     done = {(r["size"], r["batch"], r["budget"], r["method"], r["round"]) for r in rows}
     for size in args.size:
         image = textured_image(size)
@@ -306,7 +336,7 @@ def measure_all(model, processor, args, names: list[str], log: Path | None) -> l
                         if batch is None or turn == 0:
                             batch = prepare(processor, samples, model.device)
                         row = {"size": size, "batch": count, "budget": tokens, "method": name, "round": turn}
-                        row |= once(model, processor, batch, name, tokens)
+                        row |= once(model, processor, batch, name, tokens, joules)
                         row["text"] = batch.inputs["input_ids"].shape[1] - cells
                         rows.append(row)
                         if log:
@@ -320,8 +350,8 @@ def show(table: list[dict]):
     groups = defaultdict(dict)
     for r in table:
         groups[r["native_tokens"], r["batch"], r["budget_tokens"], r["method"]][r["stage"]] = r
-    head = ("tokens", "batch", "method", "seconds", "of stock", "by FLOPs", "peak MB", "KV MB")
-    print("{:<13}{:>6} {:<18}{:>10}{:>10}{:>10}{:>9}{:>8}  stages, s".format(*head))
+    head = ("tokens", "batch", "method", "seconds", "of stock", "by FLOPs", "peak MB", "KV MB", "joules")
+    print("{:<13}{:>6} {:<18}{:>10}{:>10}{:>10}{:>9}{:>8}{:>8}  stages, s".format(*head))
     for (native, batch, budget, name), by in groups.items():
         whole, model = by["*"], by["model"]
         stages = "  ".join(
@@ -332,7 +362,7 @@ def show(table: list[dict]):
         print(
             f"{f'{native} > {budget}':<13}{batch:>6} {name:<18}{whole['seconds_median']:>10.4f}"
             f"{whole['ratio_to_stock']:>10.3f}{model['ratio_to_stock']:>10.3f}{whole['peak_bytes'] / 1e6:>9.0f}"
-            f"{whole['kv_bytes'] / 1e6:>8.1f}  {stages}"
+            f"{whole['kv_bytes'] / 1e6:>8.1f}{whole['joules_median'] or '-':>8.6}  {stages}"
         )
 
 

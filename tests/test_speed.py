@@ -24,6 +24,28 @@ def batch(small):
     return prepare(speed.RandomProcessor(small.config), samples)
 
 
+def test_energy_is_all_cpu_packages_own_count(tmp_path):
+    assert speed.energy_meter("cpu", tmp_path) is None
+    for zone, used in (("intel-rapl:0", 5_000_000), ("intel-rapl:1", 2_000_000), ("intel-rapl:0:0", 9_000_000)):
+        (tmp_path / zone).mkdir()
+        (tmp_path / zone / "energy_uj").write_text(f"{used}\n")
+    meter = speed.energy_meter("cpu", tmp_path)  # cores (0:0) are in their package already
+    assert meter() == 7.0
+    (tmp_path / "intel-rapl:1" / "energy_uj").write_text("3500000\n")
+    assert meter() == 8.5
+
+
+def test_joules_are_said_where_the_device_tells(small, batch):
+    ticks = iter([10.0, 12.5, 7.0, 7.0, 9.0, 3.0])
+    said = [
+        speed.once(small, speed.RandomProcessor(small.config), batch, "floor", 9, lambda: next(ticks)) for _ in "abc"
+    ]
+    assert [s["joules"] for s in said] == [2.5, None, None]  # it stood still, or wrapped around
+    rows = [dict(s, size=192, batch=2, budget=9, method="stock", round=i, text=24) for i, s in enumerate(said)]
+    table = speed.medians(rows, small.config, "small", "cpu", torch.float32, "r")
+    assert {r["joules_median"] for r in table} == {2.5}
+
+
 @pytest.mark.parametrize("name", speed.DEFAULT.split(","))
 def test_every_method_is_timed_stage_by_stage(small, batch, name):
     said = speed.once(small, speed.RandomProcessor(small.config), batch, name, 9)
