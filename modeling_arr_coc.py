@@ -9,7 +9,9 @@ Modifications of `Qwen3VLForConditionalGeneration`, none of whose code is copied
 """
 
 import copy
+import errno
 import hashlib
+import json
 import os
 import re
 import time
@@ -17,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from huggingface_hub import constants
 from huggingface_hub.errors import HFValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
@@ -36,11 +39,12 @@ from .attending import Shaping, attend, flat, flat_scale, resolve_budget, token_
 from .balancing import Policy, balance
 from .configuration_arr_coc import ArrCocConfig, check_budget
 from .knowing import Affinity, Lens, Silent, perspectival, propositional, to_grid
+from .patches import finite, to_pixels
 from .realizing import gather_patches, pool_features, shorten, tower_inputs
-from .texture import detail, finite, texture, to_pixels
+from .texture import detail, texture
 
 ADD_ON = "arr_coc.safetensors"
-WEIGHTS = ("model.safetensors.index.json", "model.safetensors")  # what transformers calls them
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")  # what transformers calls them, and looks for first
 AUTO_MAP = {
     "AutoConfig": "configuration_arr_coc.ArrCocConfig",
     "AutoModel": "modeling_arr_coc.ArrCocForConditionalGeneration",
@@ -329,7 +333,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
     def _chooses(self, inputs: dict, perception: ArrCocOutput | None, num_visual_tokens) -> bool:
         """Whether anything is to be chosen: not without images, with all budgets `"all"`, or embeddings for ids."""
         if perception is not None and num_visual_tokens is not None:
-            raise ValueError("num_visual_tokens came beside a perception, which has spent its budget: pass one of them.")
+            raise ValueError("num_visual_tokens came beside a perception, which has its budget: pass one of them.")
         grids = inputs.get("image_grid_thw")
         budgets = [] if perception is not None else self._budgets(num_visual_tokens, 0 if grids is None else len(grids))
         if inputs.get("input_ids") is None or (inputs.get("pixel_values") is None and grids is None):
@@ -550,7 +554,9 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         """As stock, for both layouts. With a base by reference, its weights come from the base's pinned commit.
 
         Raises:
-            ValueError: an add-on that does not fit: missing or unexpected weights, other shapes, a damaged file.
+            ValueError: an add-on that does not fit (missing or unexpected weights, other shapes); a weights file of
+                either that cannot be read or, in the Hub's cache, is not what was downloaded.
+            OSError: a repository or revision that is not there, or a cache that is full or cannot be written.
         """
         hub = ("cache_dir", "force_download", "local_files_only", "token", "revision", "proxies", "subfolder")
         own = {k: kwargs[k] for k in hub if kwargs.get(k) is not None}
@@ -561,7 +567,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             )
             kwargs = {k: v for k, v in kwargs.items() if k not in _config_fields(kwargs)}
         if config.base_model_name_or_path is None or pretrained_model_name_or_path is None:
-            with _naming_damage(pretrained_model_name_or_path, own):
+            with _naming_trouble(pretrained_model_name_or_path, own):
                 return super().from_pretrained(pretrained_model_name_or_path, *args, config=config, **kwargs)
         config = copy.deepcopy(config)
         base, revision = config.base_model_name_or_path, config.base_model_revision
@@ -571,7 +577,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             k: v for k, v in kwargs.items() if k not in ("revision", "subfolder", "code_revision", "adapter_kwargs")
         }
         of_base |= {"_commit_hash": revision, "revision": revision or "main"}
-        with _naming_damage(base, {k: v for k, v in of_base.items() if k in hub}):
+        with _naming_trouble(base, {k: v for k, v in of_base.items() if k in hub}):
             loaded = super().from_pretrained(base, *args, config=config, **of_base)
         model, info = loaded if isinstance(loaded, tuple) else (loaded, None)
         model._load_add_on(add_on)
@@ -586,13 +592,8 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
     _keys_to_ignore_on_load_missing = [r"^relevance\."]
 
     def _load_add_on(self, path: str):
-        try:
-            weights = load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise ValueError(f"add-on {path} cannot be read ({error}): download or save it again.") from error
-        if not _is_as_downloaded(path):
-            raise ValueError(f"add-on {path} is not what was downloaded: delete it, and download it again.")
-        own = self.relevance.state_dict()
+        _check_file(path)
+        weights, own = load_file(path), self.relevance.state_dict()
         problems = [f"missing {k}" for k in own.keys() - weights.keys()]
         problems += [f"unexpected {k}" for k in weights.keys() - own.keys()]
         problems += [
@@ -755,40 +756,89 @@ def _config_fields(kwargs: dict) -> dict:
 
 
 @contextmanager
-def _naming_damage(where, hub: dict):
-    """A weights file that cannot be read is named, with the mend: safetensors tells only what is wrong with it."""
+def _naming_trouble(where, hub: dict):
+    """Around the loading of weights: a damaged file or an unfit cache is named, with its mend."""
     try:
         yield
-    except SafetensorError as error:
-        quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_connection_errors": False}
-        found = [cached_file(str(where), name, **hub, **quiet) for name in WEIGHTS]
-        damaged, folder = where, next((os.path.dirname(path) for path in found if path), None)
-        for name in sorted(f for f in os.listdir(folder) if f.endswith(".safetensors")) if folder else ():
-            try:
-                with safe_open(os.path.join(folder, name), "pt"):
-                    pass
-            except SafetensorError:
-                damaged = os.path.join(folder, name)
-                break
-        raise ValueError(f"{damaged} cannot be read ({error}): delete it, and download or save it again.") from error
+    except (SafetensorError, ValueError, RuntimeError):  # what the weights may be to blame for
+        _check_weights(where, hub)
+        raise
+    except OSError as error:
+        if trouble := _cache_trouble(error, where, hub):
+            raise trouble from error
+        raise
+    _check_weights(where, hub)
 
 
-def _is_as_downloaded(path: str) -> bool:
-    """False for a changed file in the Hub's cache, which calls files by their SHA-256 or git's SHA-1; else True."""
-    name = os.path.basename(os.path.realpath(path))
-    if not re.fullmatch(r"[0-9a-f]{40}|[0-9a-f]{64}", name):
-        return True
-    with open(path, "rb") as file:
-        content = file.read()
-    found = hashlib.sha256(content) if len(name) == 64 else hashlib.sha1(b"blob %d\0" % len(content) + content)
-    return found.hexdigest() == name
+def _check_weights(where, hub: dict):
+    """Checks the files that transformers loads, as far as they are here."""
+    here = {"local_files_only": True, "force_download": False, "_raise_exceptions_for_missing_entries": False}
+    here |= {"_raise_exceptions_for_connection_errors": False}
+    found = (cached_file(str(where), name, **hub | here) for name in WEIGHTS if where is not None)
+    first = next((path for path in found if path), None)
+    if first is not None:
+        _check_file(first)
+        shards = _shards(first) if first.endswith(".json") else []
+        for path in (os.path.join(os.path.dirname(first), name) for name in shards):
+            if os.path.exists(path):
+                _check_file(path)
+
+
+def _check_file(path: str):
+    """Refuses weights, or an index of them, that cannot be read or, in the Hub's cache, are not what was downloaded.
+
+    There a file is a link to a blob, called by its SHA-256 or, where git itself holds it, by git's SHA-1. A blob may in
+    turn be a link to one that repositories share, called otherwise. Elsewhere, and on a system without links, nothing
+    says what a file should be.
+    """
+    link = os.readlink(path) if os.path.islink(path) else ""
+    if blob := re.search(r"[/\\]blobs[/\\]([0-9a-f]{40}|[0-9a-f]{64})$", link):
+        wanted = blob[1]
+        found = hashlib.sha256() if len(wanted) == 64 else hashlib.sha1(b"blob %d\0" % os.path.getsize(path))
+        with open(path, "rb") as file:
+            while block := file.read(2**20):
+                found.update(block)
+        if found.hexdigest() != wanted:
+            raise ValueError(
+                f"{path} is not what was downloaded: its hash is {found.hexdigest()}, and should be {wanted}. Delete "
+                f"{os.path.realpath(path)} and load again, or load once with force_download=True."
+            )
+    try:
+        if path.endswith(".json"):
+            _shards(path)
+        else:
+            with safe_open(path, "pt"):
+                pass
+    except (SafetensorError, ValueError) as error:
+        raise ValueError(f"{path} cannot be read ({error}): delete it, and download or save it again.") from error
+
+
+def _shards(index: str) -> list[str]:
+    with open(index, encoding="utf-8") as file:
+        return sorted(set(json.load(file)["weight_map"].values()))
+
+
+def _cache_trouble(error: BaseException, where, hub: dict) -> OSError | None:
+    """A download's error in plain words, where the cache is to blame."""
+    if isinstance(error.__cause__, PermissionError):  # transformers tells it in words of its own
+        error = error.__cause__
+    mends = {errno.ENOSPC: "make room there", errno.EDQUOT: "make room there"}
+    mends |= dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "make it writable")
+    if getattr(error, "errno", None) not in mends or os.path.isdir(where):
+        return None
+    return OSError(
+        error.errno,
+        f"{where} cannot be kept in the Hub's cache ({error.strerror}): {mends[error.errno]}, or name another folder "
+        "by cache_dir=... or the variable HF_HOME, and load again",
+        hub.get("cache_dir") or constants.HF_HUB_CACHE,
+    )
 
 
 def _find_add_on(path, hub: dict) -> str:
     try:
         return cached_file(str(path), ADD_ON, **hub)
     except (OSError, HFValidationError) as error:
-        raise ValueError(
+        raise _cache_trouble(error, path, hub) or ValueError(
             f"{path} names a base model but holds no {ADD_ON}: it is not an ARR-COC add-on, or its download failed "
             f"({error})."
         ) from error

@@ -25,7 +25,7 @@ TINY = ROOT / "checkpoints" / "tiny"
 PROCESSOR = ("tokenizer.json", "tokenizer_config.json", "preprocessor_config.json", "video_preprocessor_config.json",
              "chat_template.jinja", "generation_config.json")  # fmt: skip
 CODE = {f"{name}.py" for name in ("attending", "balancing", "configuration_arr_coc", "knowing", "modeling_arr_coc",
-                                  "realizing", "texture")}  # fmt: skip
+                                  "patches", "realizing", "texture")}  # fmt: skip
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
@@ -148,21 +148,79 @@ class TestFresh:
 class TestDownloads:
     """The Hub's cache calls a file by its hash: what does not have it is not what was published."""
 
-    @pytest.mark.parametrize("large", [True, False], ids=["sha256", "git"])
-    def test_an_add_on_that_was_changed_after_its_download_is_refused(self, made, tmp_path, large):
-        repo, content = tmp_path / "models--org--arr", (made / "reference" / ADD_ON).read_bytes()
-        name = hashlib.sha256(content) if large else hashlib.sha1(b"blob %d\0" % len(content) + content)
-        blob = repo / "blobs" / name.hexdigest()
-        blob.parent.mkdir(parents=True)
-        snapshot = shutil.copytree(made / "reference", repo / "snapshots" / COMMIT)
-        (snapshot / ADD_ON).unlink()
-        (snapshot / ADD_ON).symlink_to(blob)
+    @pytest.fixture(params=["sha256", "git"])
+    def cache(self, made, tmp_path, request):
+        """`org/base`, `org/reference` and `org/merged` as they lie there after a download."""
+        for name in ("base", "reference", "merged"):
+            snapshot = tmp_path / f"models--org--{name}" / "snapshots" / COMMIT
+            snapshot.mkdir(parents=True)
+            for path in (made / name).glob("*.*"):
+                content = path.read_bytes()
+                if path.name == "config.json" and name == "reference":
+                    instead = {"base_model_name_or_path": "org/base", "base_model_revision": COMMIT}
+                    content = json.dumps(json.loads(content) | instead).encode()
+                found = hashlib.sha256() if request.param == "sha256" else hashlib.sha1(b"blob %d\0" % len(content))
+                found.update(content)
+                blob = tmp_path / snapshot / "../../blobs" / found.hexdigest()
+                blob.parent.mkdir(exist_ok=True)
+                blob.write_bytes(content)
+                (snapshot / path.name).symlink_to(Path("../../blobs") / blob.name)
+        return tmp_path
+
+    @staticmethod
+    def load(name, cache):
+        return ArrCocForConditionalGeneration.from_pretrained(f"org/{name}", revision=COMMIT, cache_dir=cache)
+
+    @pytest.mark.parametrize(
+        "name, file",
+        [
+            ("reference", ADD_ON),
+            ("base", "model-00003-of-*"),
+            ("base", "model.safetensors.index.json"),
+            ("merged", "model.safetensors"),
+        ],
+    )
+    def test_weights_that_were_changed_after_their_download_are_refused(self, cache, name, file):
+        loaded = "reference" if name == "base" else name
+        self.load(loaded, cache)
+        (path,) = (cache / f"models--org--{name}").glob(f"snapshots/*/{file}")
+        blob, content = path.resolve(), path.read_bytes()
+        at = content.rindex(b"model-00001") + 10 if path.suffix == ".json" else len(content) - 1
+        blob.write_bytes(content[:at] + bytes([content[at] ^ 2]) + content[at + 1 :])  # no byte more or less
+        with pytest.raises(ValueError) as error:
+            self.load(loaded, cache)
+        assert str(error.value).startswith(f"{path} is not what was downloaded")
+        for words in (f"should be {blob.name}", f"Delete {blob}", "force_download=True"):
+            assert words in str(error.value)
         blob.write_bytes(content)
-        load = ArrCocForConditionalGeneration.from_pretrained
-        load("org/arr", revision=COMMIT, cache_dir=tmp_path)
-        blob.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))  # still a whole safetensors file
-        with pytest.raises(ValueError, match=f"{ADD_ON}.*is not what was downloaded.*download it again"):
-            load("org/arr", revision=COMMIT, cache_dir=tmp_path)
+        self.load(loaded, cache)
+
+    def test_blobs_that_repositories_share_are_known_by_the_repositorys_link(self, cache):
+        """Newer versions of huggingface_hub keep them once, called by another hash."""
+        for path in list(cache.glob("models--org--*/snapshots/*/*.safetensors")):
+            blob = path.resolve()
+            shared = cache / "blobs" / "ab" / hashlib.sha256(path.name.encode()).hexdigest()
+            shared.parent.mkdir(parents=True, exist_ok=True)
+            blob.rename(shared)
+            blob.symlink_to(os.path.relpath(shared, blob.parent))
+        self.load("reference", cache)
+        shared = (cache / "models--org--reference" / "snapshots" / COMMIT / ADD_ON).resolve()
+        shared.write_bytes(shared.read_bytes()[:-1] + b"x")
+        with pytest.raises(ValueError, match=f"{ADD_ON} is not what was downloaded.*Delete {shared}"):
+            self.load("reference", cache)
+
+    def test_where_a_system_knows_no_links_nothing_is_compared(self, cache):
+        for path in list(cache.glob("models--org--*/snapshots/*/*.*")):
+            path.resolve().rename(path)
+        self.load("reference", cache)
+        self.load("merged", cache)
+
+    def test_a_truncated_index_is_named(self, made, tmp_path):
+        shutil.copytree(made / "base", tmp_path / "base")
+        index = tmp_path / "base" / "model.safetensors.index.json"
+        index.write_text(index.read_text()[:-100])
+        with pytest.raises(ValueError, match=f"{index.name} cannot be read .*: delete it"):
+            ArrCocForConditionalGeneration.from_pretrained(tmp_path / "base", config=small_config())
 
     @pytest.mark.parametrize("layout", ["reference", "merged"])
     @pytest.mark.parametrize("keep", [5, 100_000])
