@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .texture import from_patches, to_patches
+from .patches import from_patches, to_patches
 
 
 def places(allocation: Tensor, h: int, w: int, merge_size: int = 2, rule: str = "native") -> tuple[Tensor, Tensor]:

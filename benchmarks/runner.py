@@ -30,7 +30,7 @@ from .tasks import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 # What decides an answer or a measure.
-SOURCES = ("*_arr_coc.py", "texture.py", "knowing.py", "balancing.py", "attending.py", "realizing.py")
+SOURCES = ("*_arr_coc.py", "texture.py", "knowing.py", "balancing.py", "attending.py", "realizing.py", "patches.py")
 SOURCES += (
     "benchmarks/methods/*.py",
     "benchmarks/scene*.py",

@@ -38,8 +38,8 @@ SCHEMAS = {
         | {"visual_tokens_mean": _REAL, "visual_tokens_p95": _REAL}
         | {"evidence_recall": _REAL, "box_mass": _REAL, "iou": _REAL}
     ),
-    # `stage` is `*` for the whole prefill, `model` for the FLOP model's ratio, or a stage of it. Joules, where the device
-    # tells, are those of the prefill and the few tokens timed after it.
+    # `stage` is `*` for the whole prefill, `model` for the FLOP model's ratio, or a stage of it. Joules, where the
+    # device tells, are those of the prefill and the few tokens timed after it.
     "speed": Features(
         {"run_id": _TEXT, "shape": _TEXT, "device": _TEXT, "dtype": _TEXT, "batch": _INT}
         | {"native_tokens": _INT, "budget_tokens": _INT, "method": _TEXT, "stage": _TEXT}

@@ -203,7 +203,7 @@ def method_of(name: str):
 
 @torch.no_grad()
 def once(model, processor, batch: Batch, name: str, tokens: int, joules: Callable[[], float] | None = None) -> dict:
-    """One prefill: seconds by stage (`*` is all of it), peak bytes, joules where told, and the tokens that were kept."""
+    """One prefill: seconds by stage (`*` is all of it), peak bytes, joules where told, and the tokens kept."""
     method, device = method_of(name), str(model.device)
     batch = replace(batch, _seen={})  # nothing is shared between methods here
     with PeakMemory(device) as memory, Clock(model) as clock:

@@ -25,8 +25,8 @@ from hypothesis import strategies as st
 
 from arr_coc.attending import flat, resolve_budget
 from arr_coc.modeling_arr_coc import _Prompt
+from arr_coc.patches import from_patches, to_patches
 from arr_coc.realizing import gather_patches
-from arr_coc.texture import from_patches, to_patches
 
 # One image; two of different sizes around text; none; an image of one cell, with an earlier turn.
 SAMPLES = [

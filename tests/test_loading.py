@@ -19,8 +19,8 @@ from arr_coc.modeling_arr_coc import ADD_ON
 ROOT = Path(__file__).parent.parent
 COMMIT, OTHER = "0123456789abcdef0123456789abcdef01234567", "fedcba9876543210fedcba9876543210fedcba98"
 LAYOUTS = pytest.mark.parametrize("layout", ["merged", "reference"])
-STAGED = [f"{name}.py" for name in ("configuration_arr_coc", "modeling_arr_coc", "texture", "knowing", "balancing",
-                                    "attending", "realizing")]  # fmt: skip
+STAGED = [f"{name}.py" for name in ("configuration_arr_coc", "modeling_arr_coc", "patches", "texture", "knowing",
+                                    "balancing", "attending", "realizing")]  # fmt: skip
 
 
 def trained(**fields):

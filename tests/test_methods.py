@@ -12,7 +12,7 @@ from PIL import Image
 from arr_coc import ArrCocConfig
 from arr_coc.attending import tokens_per_cell
 from arr_coc.checkpoints.make_tiny import TINY
-from arr_coc.texture import to_patches
+from arr_coc.patches import to_patches
 from benchmarks.flops import language_flops, method_flops, prefill_flops, tower_flops
 from benchmarks.methods import (
     METHODS,

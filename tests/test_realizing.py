@@ -13,8 +13,8 @@ from transformers.vision_utils import (
 )
 
 from arr_coc.attending import attend, flat
+from arr_coc.patches import from_patches, to_patches
 from arr_coc.realizing import gather_patches, places, pool_features, shorten, tower_inputs
-from arr_coc.texture import from_patches, to_patches
 
 LAYOUT = {"patch_size": 16, "temporal_patch_size": 2, "merge_size": 2}
 SIDES = st.integers(1, 9)

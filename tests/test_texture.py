@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arr_coc.texture import CHANNELS, GROUPS, channel_names, detail, from_patches, texture, to_patches, to_pixels
+from arr_coc.patches import from_patches, to_patches, to_pixels
+from arr_coc.texture import CHANNELS, GROUPS, channel_names, detail, texture
 
 ALL = tuple(GROUPS)
 RANGES = {channel.name: (channel.low, channel.high) for channel in CHANNELS}

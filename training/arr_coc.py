@@ -35,7 +35,8 @@ from transformers import AutoConfig, AutoProcessor, Qwen3VLConfig, Trainer, Trai
 from arr_coc import ArrCocConfig, ArrCocForConditionalGeneration, ArrCocOutput
 from arr_coc.attending import attend, token_gain, tokens_per_cell
 from arr_coc.balancing import TENSIONS
-from arr_coc.texture import detail, texture, to_pixels
+from arr_coc.patches import to_pixels
+from arr_coc.texture import detail, texture
 from benchmarks.metrics import box_mass, evidence_cells, evidence_recall
 
 CHOICES = ("straight-through", "perturbed")

@@ -43,7 +43,7 @@ from transformers.trainer_utils import get_last_checkpoint
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
 from arr_coc.checkpoints.make_tiny import tiny_config
-from arr_coc.texture import to_patches
+from arr_coc.patches import to_patches
 from benchmarks import scenes
 from benchmarks.metrics import wilson
 

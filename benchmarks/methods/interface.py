@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from arr_coc import ArrCocOutput
+from arr_coc.patches import to_pixels
 from arr_coc.realizing import shorten
-from arr_coc.texture import to_pixels
 
 
 @dataclass
