@@ -1,22 +1,18 @@
 """The app: what its handlers stream, what it says to bad input, its API held still, and one visitor's beside another's.
 
-Slow: the page in headless Chromium at three widths in both modes, and twenty visitors for two minutes.
+`test_page.py` has what visitors meet: the page in a browser, and twenty of them at once.
 """
 
 import json
-import os
 import re
-import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 import zlib
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from gradio_client import Client, handle_file
@@ -339,7 +335,7 @@ def test_the_box_reads_rows_and_nothing_else(statement, says, started, monkeypat
 
 
 def test_without_results_the_tab_says_so(tmp_path):
-    assert results.open_results(tmp_path) is None
+    assert results.open_results(tmp_path) is None and "no benchmark results here yet" in results.measured(None)
     with pytest.raises(Refused, match="no benchmark results here yet"):
         results.select(None, "SELECT 1")
 
@@ -514,198 +510,7 @@ def test_a_model_that_cannot_be_loaded_is_named(tmp_path, capsys):
     assert "cannot be loaded" in capsys.readouterr().err
 
 
-# ------------------------------------------------------------------------------------- slow: in a real browser
-
-OUT = Path(__file__).parent.parent / "out" / "app"
-FLAGS = (
-    "--no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
-    "--disable-component-update --disable-sync"
-).split()
-DONE = ".progress.done:has-text('for both')"
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    sync = pytest.importorskip("playwright.sync_api")
-    if not Path("/usr/bin/chromium").exists():
-        pytest.skip("there is no /usr/bin/chromium: install Debian's package chromium")
-    with sync.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path="/usr/bin/chromium", args=FLAGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture(scope="module")
-def axe():
-    """axe-core's script, from npm."""
-    script = OUT.parent / "axe" / "node_modules" / "axe-core" / "axe.min.js"
-    if not script.exists():
-        script.parents[2].mkdir(parents=True, exist_ok=True)
-        subprocess.run(["npm", "install", "--silent", "--prefix", script.parents[2], "axe-core@4.11.0"], check=True)
-    return script.read_text()
-
-
-@pytest.fixture
-def visit(chromium, address):
-    """Opens the page: `visit(width, mode)` -> the page and what its console complained of."""
-    contexts = []
-
-    def open_page(width=1280, mode="light"):
-        context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=mode)
-        contexts.append(context)
-        page, complaints = context.new_page(), []
-        page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("requestfailed", lambda r: None if "ABORTED" in r.failure else complaints.append(r.url))
-        page.goto(address)
-        page.wait_for_selector("#go")
-        page.wait_for_selector("#slide img", state="attached")
-        return page, complaints
-
-    yield open_page
-    for context in contexts:
-        context.close()
-
-
-def check(page, complaints, width, axe, name):
-    """A screenshot; no complaint, nothing wider than the screen, nothing that axe finds."""
-    OUT.mkdir(parents=True, exist_ok=True)
-    page.mouse.wheel(0, 20_000)  # pictures are loaded when they come near
-    page.wait_for_timeout(600)
-    page.mouse.wheel(0, -20_000)
-    page.wait_for_timeout(600)
-    page.screenshot(path=OUT / f"{name}.png", full_page=True)
-    assert complaints == []
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-    page.evaluate(axe)
-    found = page.evaluate("axe.run(document, {runOnly: ['wcag2a', 'wcag2aa', 'wcag21a', 'wcag21aa']})")
-    assert [(v["id"], [n["html"][:120] for n in v["nodes"]]) for v in found["violations"]] == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["light", "dark"])
-@pytest.mark.parametrize("width", [390, 820, 1440])
-def test_every_part_of_the_page(width, mode, visit, axe):
-    page, complaints = visit(width, mode)
-    name = f"{width}-{mode}"
-    check(page, complaints, width, axe, f"{name}-opening")
-    page.get_by_role("button", name=SCENES[-1]["why"]).click()
-    wanted = json.dumps(SCENES[-1]["question"])
-    page.wait_for_function(f"[...document.querySelectorAll('textarea')].some(e => e.value == {wanted})")
-    page.get_by_text("Advanced").click()
-    page.get_by_role("radio", name="top cells only").click()
-    page.click("#go")
-    page.wait_for_selector(DONE)
-    page.get_by_role("button", name="Ask all of them").click()
-    page.wait_for_selector("ul.cards li:nth-child(4)")
-    page.get_by_role("button", name="Draw the strip").click()
-    page.wait_for_selector(f"ol.cards li:nth-child({len(app.STRIP)})")
-    check(page, complaints, width, axe, f"{name}-answered")
-    page.get_by_role("tab", name="Results").click()
-    page.get_by_role("button", name="Run", exact=True).click()
-    page.wait_for_selector(".rows table")
-    check(page, complaints, width, axe, f"{name}-results")
-    page.get_by_role("tab", name="API").click()
-    check(page, complaints, width, axe, f"{name}-api")
-
-
-@pytest.mark.slow
-def test_upload_type_enter_slide(visit):
-    page, complaints = visit()
-    page.locator(".ask input[type=file]").set_input_files(PHOTO)
-    page.wait_for_timeout(1000)
-    page.get_by_label("Question", exact=True).fill("where is the <b>heart</b>?")
-    page.get_by_label("Question", exact=True).press("Enter")
-    page.wait_for_selector(DONE)
-    handle = page.locator("#slide [role=slider]")
-    handle.scroll_into_view_if_needed()
-    page.wait_for_timeout(500)
-    start = handle.bounding_box()
-    page.mouse.move(start["x"] + start["width"] / 2, start["y"] + start["height"] / 2)
-    page.mouse.down()
-    page.mouse.move(start["x"] - 150, start["y"] + start["height"] / 2, steps=5)
-    page.mouse.up()
-    page.wait_for_timeout(300)
-    dragged = handle.bounding_box()["x"]
-    assert dragged < start["x"] - 100
-    handle.press("ArrowRight")
-    page.wait_for_timeout(300)
-    assert handle.bounding_box()["x"] > dragged + 10
-    assert complaints == []
-
-
-@pytest.mark.slow
-def test_errors_are_shown_in_words(visit, tmp_path):
-    page, _ = visit()
-    page.get_by_label("Question", exact=True).fill("  ")
-    page.click("#go")
-    page.wait_for_selector("text=There is no question yet")
-    OUT.mkdir(parents=True, exist_ok=True)
-    page.screenshot(path=OUT / "error.png")
-
-
-@pytest.mark.slow
-def test_a_second_click_does_not_queue_twice(visit):
-    page, _ = visit()
-    joined = []
-    page.on(
-        "request", lambda r: joined.append(r.url) if r.url.endswith("/queue/join?") or "/queue/join" in r.url else None
-    )
-    for _ in range(3):
-        page.locator("#go").dispatch_event("click")
-    page.wait_for_selector(DONE)
-    assert len(joined) == 1
-
-
-NAME = """(e => e.getAttribute('aria-label') || e.labels?.[0]?.innerText.trim() || e.innerText?.trim() || e.type)
-(document.activeElement)"""
-
-
-@pytest.mark.slow
-def test_all_controls_are_reached_by_keyboard(visit):
-    page, _ = visit()
-    reached = set()
-    for _ in range(70):
-        page.keyboard.press("Tab")
-        reached.add(page.evaluate(NAME))
-    for wanted in (
-        "Question",
-        "Ask both",
-        "Advanced",
-        SCENES[0]["why"],
-        "Ask all of them",
-        "Draw the strip",
-        "Compare",
-    ):
-        assert any(wanted in str(name) for name in reached), (wanted, reached)
-    assert any("slide" in str(name).lower() for name in reached), reached
-
-
-@pytest.mark.slow
-def test_a_visitor_who_leaves_frees_the_place(visit, started, monkeypatch):
-    image = uploads.read_image(str(PHOTO), 1024)
-    first = next(app.run(image, [("what?", 0.2)], {}, 4, True))
-    began, left = threading.Event(), threading.Event()
-
-    def endless(*_):
-        try:
-            began.set()
-            while True:
-                yield first
-                time.sleep(0.1)
-        finally:
-            left.set()
-
-    monkeypatch.setattr(app, "run", endless)
-    page, _ = visit()
-    page.click("#go")
-    assert began.wait(20)
-    page.wait_for_timeout(1000)
-    page.close()
-    assert left.wait(20)
-
-
-# ---------------------------------------------------------------------------------------- slow: many visitors
+# ------------------------------------------------------------------------------------------- slow: the queue
 
 
 @pytest.mark.slow
@@ -719,61 +524,3 @@ def test_who_comes_when_all_places_are_taken_is_told(client, monkeypatch):
     turned_away = [str(job.exception()) for job in jobs if job.done()]
     gate.set()
     assert turned_away and all("Queue is full" in said for said in turned_away)
-
-
-@pytest.fixture
-def served(folder, rows, tmp_path):
-    """The app in a process of its own: its address and its number."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "arr_coc.app", "--model", folder, "--data", rows, "--port", str(port)]
-    with open(tmp_path / "log", "w") as log:
-        process = subprocess.Popen(list(map(str, command)), stdout=log, stderr=log)
-    address, end = f"http://127.0.0.1:{port}/", time.monotonic() + 60
-    while True:
-        try:
-            urllib.request.urlopen(address)
-            break
-        except OSError:
-            assert process.poll() is None and time.monotonic() < end, (tmp_path / "log").read_text()
-            time.sleep(0.5)
-    yield address, process.pid
-    process.kill()
-    process.wait()
-
-
-@pytest.mark.slow
-def test_twenty_visitors_for_two_minutes(served, started):
-    """Each request gets its own right answer or a polite refusal; memory does not grow."""
-    address, number = served
-    asked = {f"what is number {i}?": None for i in range(20)}
-    image = uploads.read_image(str(PHOTO), started["side"])
-    for question in asked:
-        *_, (_, state) = app.run(image, [(question, 0.1)], {}, 4, False)
-        asked[question] = (state["perception"].allocation[0].tolist(), state["arr_coc"]["answer"])
-    end, right, busy, wrong, memory = time.monotonic() + 120, [], [], [], []
-
-    def stay(question):
-        client = Client(address, verbose=False)
-        while time.monotonic() < end:
-            try:
-                report = client.predict(handle_file(PHOTO), question, "10%", longest=4, api_name="/compare")[0]
-            except Exception as error:
-                busy.append(str(error))
-                time.sleep(1)
-                continue
-            same = (report["allocation"], report["arr_coc"]["answer"]) == asked[question]
-            (right if same else wrong).append(question)
-
-    visitors = [threading.Thread(target=stay, args=(question,)) for question in asked]
-    for visitor in visitors:
-        visitor.start()
-    while any(visitor.is_alive() for visitor in visitors):
-        time.sleep(2)
-        memory.append(int(Path(f"/proc/{number}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") >> 20)
-    print(f"right {len(right)}, busy {len(busy)}, wrong {len(wrong)}, MB {memory}")
-    assert len(set(right)) == len(asked) and not wrong
-    assert all("Queue is full" in said for said in busy), set(busy)
-    quarter = len(memory) // 4  # the first fills caches and the allocator's arenas
-    assert max(memory[-quarter:]) < max(memory[quarter : 2 * quarter]) * 1.05
