@@ -318,7 +318,12 @@ def build(opening: bool = True) -> gr.Blocks:
                         question = gr.Textbox(
                             first["question"], label="Question", max_length=MAX_QUESTION, lines=1, max_lines=4
                         )
-                        budget = gr.Radio(BUDGETS, value=first["budget"], label="Visual tokens that ARR-COC may spend")
+                        budget = gr.Radio(
+                            BUDGETS,
+                            value=first["budget"],
+                            label="Visual tokens that ARR-COC may spend",
+                            info="A token is a tile of the image. Qwen3-VL spends all of them.",
+                        )
                         go = gr.Button("Ask both", variant="primary", elem_id="go")
                         with gr.Accordion("Advanced", open=False):
                             exact = gr.Textbox(
@@ -342,7 +347,7 @@ def build(opening: bool = True) -> gr.Blocks:
                         with gr.Row(elem_classes="examples"):
                             chosen = [gr.Button(row["why"], size="sm", min_width=90) for row in examples]
                 gr.HTML(
-                    panels.section("What it looked at", "Drag the line: the image, and what its tokens hold of it.")
+                    panels.section("What it looked at", "Drag the line. Blurred: read coarsely. Hatched: not read.")
                 )
                 slide = gr.ImageSlider(
                     shown[5],
@@ -413,9 +418,8 @@ _FINISHED: dict[int, tuple] = {}  # what anybody would be shown; no visitor's ow
 def results_tab(page: dict):
     """Plots and the SQL box."""
     con = MODEL["results"]
-    if con is None:
-        gr.Markdown(results.ABSENT)
-    else:
+    gr.HTML(panels.section("What was measured", results.measured(con)))
+    if con is not None:
         gr.HTML(panels.plots(results.plots(con)))
     gr.HTML(panels.section("Ask the rows", "Tables runs, samples, summary, speed: one SELECT, 5 seconds, 200 rows."))
     named = results.queries()

@@ -56,15 +56,18 @@ SHOW_ANSWERS = """(...given) => {
 
 def figure(picture: Image.Image, title: str, note: str = "", *, wide: int = 640) -> str:
     """A picture with its caption."""
+    shown, caption = _img(picture, f"{title}: {note}", wide), f"<b>{_e(title)}</b> {_e(note)}"
+    return f"<figure>{shown}<figcaption>{caption}</figcaption></figure>"
+
+
+def _img(picture: Image.Image, alt: str, wide: int) -> str:
     shown = picture.copy()
     shown.thumbnail((wide, wide), Image.Resampling.LANCZOS)
     stored = io.BytesIO()
     shown.convert("RGB").save(stored, "WEBP", quality=86)
     source = base64.b64encode(stored.getvalue()).decode()
-    return (
-        f'<figure><img src="data:image/webp;base64,{source}" alt="{_e(title)}: {_e(note)}" width="{shown.width}" '
-        f'height="{shown.height}"><figcaption><b>{_e(title)}</b> {_e(note)}</figcaption></figure>'
-    )
+    size = f'width="{shown.width}" height="{shown.height}" style="--width:{shown.width}px"'
+    return f'<img src="data:image/webp;base64,{source}" alt="{_e(alt)}" {size}>'
 
 
 def race(state: dict | None, note: str = "") -> str:
@@ -144,7 +147,8 @@ def looked(image: Image.Image, perception) -> str:
         for name in NOTES
     ]
     return (
-        f'<div class="looked"><div class="figures">{"".join(cards)}</div><h3>Three ways of knowing make it</h3>'
+        f'<div class="looked"><div class="figures">{"".join(cards)}</div>'
+        "<h3>Relevance is made of three ways of knowing</h3>"
         f'<div class="figures ways">{"".join(ways)}</div><div class="halves">'
         f"<div><h3>What was weighed against what</h3>{tensions(perception.tensions[0].tolist())}</div>"
         f"<div><h3>In numbers</h3>{numbers(perception)}</div></div></div>"
@@ -230,7 +234,7 @@ from gradio_client import Client, handle_file
 
 client = Client("the address of this page")
 photo = handle_file("photo.jpg")
-report, seen, relevance, homunculus = client.predict(photo, "What does the sign say?", "20%", api_name="/compare")
+report, *pictures = client.predict(photo, "What does the sign say?", "20%", api_name="/compare")
 print(report["arr_coc"]["answer"], report["ratio"])
 
 client.predict(photo, ["What is this?", "Where is it?"], "20%", api_name="/questions")
@@ -250,15 +254,43 @@ def api(mcp: bool) -> str:
     return (
         f'{section("From a program", "Everything that the page does, as functions.")}<pre class="calls" tabindex="0" '
         f'role="region" aria-label="Python"><code>{_e(CALLS)}</code></pre><p><code>/compare</code> gives both answers '
-        f"with tokens, seconds and bytes, then three pictures as files. <i>Use via API</i>, at the foot of the page, "
-        f"lists every argument.</p><p>{tools}</p>"
+        f"with tokens, seconds and bytes, then three pictures as files: what the model sees, relevance, homunculus. "
+        f"<i>Use via API</i>, at the foot of the page, lists every argument.</p><p>{tools}</p>"
     )
 
 
+PLOTS = {  # in this order: what each shows, and how to read it
+    "accuracy_tokens": (
+        "Right answers, by tokens spent",
+        "Higher is better; the dashed line is Qwen3-VL with all its tokens.",
+    ),
+    "accuracy_latency": ("Right answers, by time", "Further left is faster; the time to choose is counted."),
+    "evidence_tokens": (
+        "What it keeps",
+        "Left: how much of what answers the question is kept in full detail. Right: how well the kept places cover it.",
+    ),
+    "speed_resolution": (
+        "Time to the first word",
+        "As a share of Qwen3-VL's, at its real size with random weights; lower is faster.",
+    ),
+}
+METHODS = """Our method is <b>arr_coc</b>. Its rivals: <b>downscale</b> shrinks the whole image, <b>blind</b> keeps the
+most detailed places whatever is asked, <b>random</b> keeps any; <b>oracle</b> is told where the answer is; grey lines
+are further rivals. In <b>heldout</b> scenes stand things and phrasings that training never showed."""
+
+
 def plots(paths: Iterable) -> str:
-    """The benchmark's plots, large."""
-    cards = [figure(Image.open(path), path.stem.replace("_", " ").capitalize(), wide=1400) for path in paths]
-    return f'<div class="plots">{"".join(cards)}</div>'
+    """The benchmark's plots with how to read them. Wide ones scroll within themselves on a phone."""
+    found = {path.stem: path for path in paths}
+    cards = []
+    for name in [*(name for name in PLOTS if name in found), *sorted(found.keys() - PLOTS.keys())]:
+        title, note = PLOTS.get(name, (name.replace("_", " ").capitalize(), ""))
+        shown = _img(Image.open(found[name]), f"{title}: {note}", 1400)
+        cards.append(
+            f'<section><h3>{_e(title)}</h3><p>{_e(note)}</p><div class="plot" tabindex="0" role="region" '
+            f'aria-label="{_e(title)}">{shown}</div></section>'
+        )
+    return f'<p class="methods">{METHODS}</p><div class="plots">{"".join(cards)}</div>'
 
 
 def rows(names: list[str], values: list[tuple], remark: str) -> str:
@@ -292,7 +324,7 @@ def size(value: float) -> str:
 
 def _legend(allocation) -> str:
     counts = [(scale, int((allocation[:, 0] == scale).sum())) for scale in (1, 2, 4)]
-    names = {1: "fine", 2: "coarse", 4: "coarser"}
+    names = {1: "fine (orange)", 2: "coarse (green)", 4: "coarser (blue)"}
     return ", ".join(f"{count:,} {names[scale]}" for scale, count in counts if count)
 
 

@@ -30,6 +30,16 @@ def open_results(data: str | Path, revision: str | None = None):
     return con if any(con.execute(f"SELECT count(*) FROM {name}").fetchone()[0] for name in schema.SCHEMAS) else None
 
 
+def measured(con) -> str:
+    """What the rows tell of, in a sentence."""
+    if con is None:
+        return ABSENT
+    answers, models = con.execute(
+        "SELECT (SELECT count(*) FROM samples), (SELECT string_agg(DISTINCT model, ', ') FROM summary)"
+    ).fetchone()
+    return f"{answers:,} answers of {models or 'no model'}, every method asked the same questions."
+
+
 def queries() -> dict[str, str]:
     """The named queries, by what they show."""
     return {path.stem.replace("_", " "): path.read_text() for path in sorted(sql.QUERIES.glob("*.sql"))}
