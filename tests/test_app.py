@@ -5,6 +5,7 @@
 
 import json
 import re
+import runpy
 import struct
 import subprocess
 import threading
@@ -288,6 +289,20 @@ def test_examples_are_there_and_are_answered(started):
     app._FINISHED.clear()
     first = app.example(1, rows)
     assert app.example(1, rows) is first and first[1] == rows[1]["question"]
+
+
+def test_an_example_is_picked_for_each_reason_or_marked_as_too_hard(monkeypatch, capsys):
+    picking = runpy.run_path(str(EXAMPLES / "make_examples.py"))
+    said = {"arr_coc": {"answer": "?"}, "stock": {"answer": "?"}}
+    monkeypatch.setattr("arr_coc.answering.load", lambda _: (None, None))
+    monkeypatch.setattr("arr_coc.answering.ask", lambda *_: said)
+    too_hard = picking["pick"]("model", 128, 6)
+    assert [row["why"] for row in too_hard] == list(picking["REASONS"]) and not any(row["right"] for row in too_hard)
+    assert capsys.readouterr().out.count("answered by neither") == len(too_hard)
+    assert app.called(too_hard[0]) == "Tiny text (too hard yet)" and app.called({"why": "Small print"}) == "Small print"
+    picking["pick"].__globals__["is_correct"] = lambda answer, kind, *_: kind != "reading"
+    rows = picking["pick"]("model", 128, 6)
+    assert [row["right"] for row in rows] == [True] * 4 + [False] and rows[-1]["why"] == "Tiny text"
 
 
 # --------------------------------------------------------------------------------------------------------- SQL
