@@ -14,6 +14,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -21,7 +22,7 @@ from urllib.parse import unquote
 
 ROOT = Path(__file__).resolve().parent.parent
 OLAH = Path(os.environ.get("OLAH_CLI", ROOT / ".venv" / "olah" / "bin" / "olah-cli"))
-LARGE = 50 * 2**20  # from this size on a file is stored as the Hub does, beside git
+LARGE = 50 * 2**20  # from this size on files of any kind are stored as the Hub stores weights, beside git
 
 
 class Repository:
@@ -50,7 +51,8 @@ class Repository:
         for path in sorted(p for p in folder.rglob("*") if p.is_file()):
             target = self.path / path.relative_to(folder)
             target.parent.mkdir(parents=True, exist_ok=True)
-            if path.stat().st_size < LARGE:
+            size = path.stat().st_size
+            if path.suffix != ".safetensors" and size < LARGE:
                 shutil.copyfile(path, target)
                 continue
             with open(path, "rb") as file:
@@ -60,8 +62,8 @@ class Repository:
             oid = oid.hexdigest()
             stored = self.path / ".git" / "lfs" / "objects" / oid[:2] / oid[2:4] / oid
             stored.parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, stored)
-            size = path.stat().st_size
+            if not stored.exists():
+                shutil.copyfile(path, stored) if size < LARGE else os.link(path, stored)
             target.write_text(f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize {size}\n")
         self.git("add", "--all")
         self.git("commit", "--quiet", "--allow-empty", "-m", "a version")
@@ -76,15 +78,22 @@ class Proxy(ThreadingHTTPServer):
     Attributes:
         endpoint: the address for HF_ENDPOINT.
         log: the requests' `(method, path, range)`.
-        cut: bytes of a file after which its next download breaks off; once.
+        sent: bytes of each path that were sent.
+        cut: bytes of a file after which its download breaks off, once for each file that is larger; `broken` are these.
+        stall: a part of the paths whose downloads stop half-way, without an end, until it is None.
     """
 
     daemon_threads = True
 
     def __init__(self, upstream: int, mirrors: Path):
         super().__init__(("127.0.0.1", 0), _Handler)
-        self.upstream, self.mirrors, self.log, self.cut = upstream, mirrors, [], None
+        self.upstream, self.mirrors, self.cut, self.stall = upstream, mirrors, None, None
+        self.forget()
         self.endpoint = f"http://127.0.0.1:{self.server_address[1]}"
+
+    def forget(self):
+        """What was asked and sent so far."""
+        self.log, self.sent, self.broken = [], Counter(), set()
 
     def missing(self, path: str) -> str:
         """The Hub's name for what a path does not find."""
@@ -151,12 +160,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.end_headers()
         for block in blocks:
-            if self.server.cut is not None and "/resolve/" in self.path and len(block) > self.server.cut:
-                self.wfile.write(block[: self.server.cut])
-                self.server.cut, self.close_connection = None, True
+            cut = self.server.cut if "/resolve/" in self.path and self.path not in self.server.broken else None
+            breaks = cut is not None and len(block) > cut
+            stalls = self.server.stall is not None and self.server.stall in self.path
+            block = block[:cut] if breaks else block[: len(block) // 2] if stalls else block
+            self.wfile.write(block)
+            self.server.sent[self.path] += len(block)
+            while self.server.stall is not None and stalls:
+                time.sleep(0.05)
+            if breaks or stalls:
+                self.server.broken.add(self.path)
+                self.close_connection = True
                 self.connection.shutdown(socket.SHUT_RDWR)
                 return
-            self.wfile.write(block)
 
 
 @contextmanager
