@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -138,14 +141,13 @@ def answer_loss(processor, choice: str, distil: float, budget: float, **fields):
     model = ArrCocForConditionalGeneration.from_pretrained(TINY, dtype=torch.float32, **fields).train()
     model.requires_grad_(False)
     batch = arr_coc.Collate(processor, model.config)([arr_coc.scene_rows(1 << 36, "valid", SIZE, 3)])
-    trainer = arr_coc.ArrCocTrainer.__new__(arr_coc.ArrCocTrainer)
-    trainer.choice, trainer.distil, trainer.noise = choice, distil, 0.3
+    learner = arr_coc.Learner(model, "answers", choice, distil=distil)
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "image_grid_thw", "mm_token_type_ids")}
     inputs["pixel_values"] = torch.cat(batch["pixels"] * 3)
     torch.manual_seed(0)
     perception = model.perceive(**inputs, num_visual_tokens=budget)
     perception.gain = [gain.detach().requires_grad_() for gain in perception.gain]
-    loss = trainer.answer_loss(model, inputs, batch["labels"], batch["answer_tokens"], perception, batch["weight"])
+    loss = learner.answer_loss(inputs, batch["labels"], batch["answer_tokens"], perception, batch["weight"])
     loss.backward()
     return loss.detach(), [gain.grad for gain in perception.gain]
 
@@ -197,7 +199,43 @@ def test_a_run_trains_relevance_alone_and_shows_itself(tmp_path, stage, more):
     assert any("steepness" in name for name in scalars)
 
 
+@pytest.mark.slow
+def test_two_processes_learn_as_one(tmp_path):
+    """After steps on different scenes both hold the same weights, which are not those of either alone."""
+    code = """
+import sys, torch
+from arr_coc.train import parser
+from training import arr_coc
+out = sys.argv[1]
+end = arr_coc.ArrCocTrainer.train
+def train(self, **kwargs):
+    end(self, **kwargs)
+    learned = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+    torch.save(learned, f"{out}/rank{self.args.process_index}.pt")
+arr_coc.ArrCocTrainer.train = train
+args = ["arr-coc", "--device", "cpu", "--out", out, "--size", "128", "--pictures", "1", "--questions", "2", "--lr",
+        "0.01", "--steps", "3", "--seconds", "600", "--workers", "0", "--picture-every", "0", "--stage", "grounded"]
+arr_coc.train(parser().parse_args(args))
+"""
+    (tmp_path / "train_it.py").write_text(code)
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+    for count, command in ((1, [sys.executable]), (2, launch)):
+        (tmp_path / str(count)).mkdir()
+        command = [*command, str(tmp_path / "train_it.py"), str(tmp_path / str(count))]
+        subprocess.run(command, check=True, cwd=TINY.parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"})
+    first, second = (torch.load(tmp_path / "2" / f"rank{rank}.pt") for rank in range(2))
+    alone = torch.load(tmp_path / "1" / "rank0.pt")
+    assert first.keys() == second.keys() == alone.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert any(not torch.equal(first[name], alone[name]) for name in first)
+
+
 def test_a_stopped_run_goes_on(tmp_path):
-    run(tmp_path, "--stage", "grounded", "--steps", "2")
-    log = run(tmp_path, "--stage", "grounded", "--resume")
-    assert [row["step"] for row in log] == [1, 2, 3, 4]
+    run(tmp_path, "--stage", "grounded", "--steps", "2", "--lr", "0.01")
+    before = load_file(tmp_path / "model" / "model.safetensors")
+    log = run(tmp_path, "--stage", "grounded", "--steps", "3", "--lr", "0", "--resume")  # at no rate it stays as it was
+    assert [row["step"] for row in log] == [1, 2, 3]
+    after = load_file(tmp_path / "model" / "model.safetensors")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(ValueError, match="state/checkpoint-3 is of another run: "):
+        run(tmp_path, "--stage", "grounded", "--lora", "2", "--resume")

@@ -28,7 +28,8 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from accelerate.utils import broadcast
+from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import AutoConfig, AutoProcessor, Qwen3VLConfig, Trainer, TrainerCallback, TrainingArguments
 
@@ -223,21 +224,30 @@ def grounding_scores(perception: ArrCocOutput, masks: list[Tensor | None]) -> di
     return {"evidence_recall": float(np.mean(recall)), "evidence_mass": float(np.mean(mass))}
 
 
-class ArrCocTrainer(Trainer):
-    """`Trainer` with the curriculum's loss. What it says of a run goes to whatever `--report-to` names."""
+class Learner(nn.Module):
+    """The model with the curriculum's loss as its forward pass, so that distributed training sees all of it.
+
+    `seen` gathers what each batch said, for the log.
+    """
 
     def __init__(
-        self, *args, stage: str, choice: str, budgets: tuple[float, float], noise: float, ground: float, distil: float,
-        **kwargs,
+        self, model, stage: str, choice: str = CHOICES[0], budgets: tuple[float, float] = (0.04, 0.5),
+        noise: float = 0.3, ground: float = 1.0, distil: float = 0.0, seed: int = 0,
     ):  # fmt: skip
-        super().__init__(*args, **kwargs)
-        self.stage, self.choice, self.budgets, self.noise, self.ground = stage, choice, budgets, noise, ground
-        self.distil = distil
-        self.dice = np.random.default_rng(self.args.seed)
+        super().__init__()
+        self.model, self.stage, self.choice, self.budgets = model, stage, choice, budgets
+        self.noise, self.ground, self.distil = noise, ground, distil
+        self.dice = np.random.default_rng(seed)
         self.seen: list[dict[str, float]] = []
 
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        core = self.accelerator.unwrap_model(model)
+    @property
+    def core(self) -> ArrCocForConditionalGeneration:
+        """The model itself, without the LoRA around it."""
+        return self.model if isinstance(self.model, ArrCocForConditionalGeneration) else self.model.get_base_model()
+
+    def forward(self, **inputs) -> Tensor:
+        """One batch of `Collate` -> its loss."""
+        core = self.core
         masks, weight = inputs.pop("evidence"), inputs.pop("weight")
         labels, keep = inputs.pop("labels"), inputs.pop("answer_tokens")
         known = ArrCocOutput(
@@ -253,15 +263,13 @@ class ArrCocTrainer(Trainer):
         loss = self.ground * grounding_loss(perception, masks, weight)
         said = {"ground": float(loss.detach())}
         if self.stage == "answers":
-            answer = self.answer_loss(core, inputs, labels, keep, perception, weight)
+            answer = self.answer_loss(inputs, labels, keep, perception, weight)
             said["answer"] = float(answer.detach())
             loss = loss + answer
         self.watch(perception, masks, said)
         return loss
 
-    def answer_loss(
-        self, core, inputs: dict, labels: Tensor, keep: int, perception: ArrCocOutput, weight: Tensor
-    ) -> Tensor:
+    def answer_loss(self, inputs: dict, labels: Tensor, keep: int, perception: ArrCocOutput, weight: Tensor) -> Tensor:
         """Cross-entropy of the answers from the chosen tokens, rows weighted; its gradient reaches the gain.
 
         With `distil`, plus that many times the KL divergence from the answers with all tokens, `KL(all || chosen)`.
@@ -269,9 +277,9 @@ class ArrCocTrainer(Trainer):
         target = labels[:, -keep:]
         answers = target >= 0
 
-        def said(**spend) -> Tensor:
+        def said(**spend) -> Tensor:  # [B, keep, vocabulary]
             # Prompts are padded on the left, so the answers stand at the end, shortened or not.
-            return core(**inputs, **spend, logits_to_keep=keep + 1).logits[:, :-1].float()  # [B, keep, vocabulary]
+            return self.model(**inputs, **spend, logits_to_keep=keep + 1).logits[:, :-1].float()
 
         teacher = None
         if self.distil:
@@ -289,7 +297,7 @@ class ArrCocTrainer(Trainer):
         if self.choice == "straight-through":
             return (per_row(perception) * weight).sum() / weight.sum()
         with torch.no_grad():
-            tries = [self.perturbed(core, perception) for _ in range(2)]
+            tries = [self.perturbed(perception) for _ in range(2)]
             first, second = (per_row(t) for t in tries)
         likely = [
             torch.stack([_log_likelihood(perception.gain[i], t.allocation[i]) for i in range(len(weight))])
@@ -299,8 +307,8 @@ class ArrCocTrainer(Trainer):
         value = (first + second) / 2
         return ((value + surrogate - surrogate.detach()) * weight).sum() / weight.sum()
 
-    def perturbed(self, core, perception: ArrCocOutput) -> ArrCocOutput:
-        config, out = core.config, ArrCocOutput(**perception)
+    def perturbed(self, perception: ArrCocOutput) -> ArrCocOutput:
+        config, out = self.core.config, ArrCocOutput(**perception)
         out.allocation = []
         for gain, lost, budget in zip(perception.gain, perception.detail, perception.budget, strict=True):
             gumbel = -torch.log(-torch.log(torch.rand_like(gain).clamp(1e-9, 1 - 1e-7)))
@@ -315,14 +323,39 @@ class ArrCocTrainer(Trainer):
         said |= {"budget": float(np.mean(perception.budget)), **grounding_scores(perception, masks)}
         self.seen.append(said)
 
+    def report(self) -> dict[str, float]:
+        """Means over what was seen since the last report, and the shaping as it is now."""
+        shaping, keys = self.core.relevance.shaping, {k for row in self.seen for k in row}
+        means = {k: round(float(np.mean([r[k] for r in self.seen if k in r])), 5) for k in sorted(keys)}
+        self.seen.clear()
+        return means | {"steepness": float(shaping.steepness.detach()), "offset": float(shaping.offset.detach())}
+
+
+class ArrCocTrainer(Trainer):
+    """`Trainer` of a `Learner`. What it says of a run goes to whatever `--report-to` names."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        return model(**inputs)
+
     def log(self, logs: dict, *args, **kwargs):
-        if self.seen and "loss" in logs:
-            shaping = self.accelerator.unwrap_model(self.model).relevance.shaping
-            keys = {k for row in self.seen for k in row}
-            logs |= {k: round(float(np.mean([r[k] for r in self.seen if k in r])), 5) for k in sorted(keys)}
-            logs |= {"steepness": float(shaping.steepness.detach()), "offset": float(shaping.offset.detach())}
-            self.seen.clear()
+        if "loss" in logs:
+            logs |= self.accelerator.unwrap_model(self.model).report()
         super().log(logs, *args, **kwargs)
+
+    def save_model(self, output_dir=None, _internal_call=False):
+        """The state to resume from: what is trained, alone. The frozen base lies where it was."""
+        if self.args.should_save:
+            folder = Path(output_dir or self.args.output_dir)
+            folder.mkdir(parents=True, exist_ok=True)
+            learned = {name: p.detach().cpu() for name, p in self.model.named_parameters() if p.requires_grad}
+            torch.save(learned, folder / "pytorch_model.bin")
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        learned = torch.load(Path(resume_from_checkpoint) / "pytorch_model.bin", weights_only=True)
+        wanted = {name for name, p in self.model.named_parameters() if p.requires_grad}
+        if wanted != learned.keys():
+            raise ValueError(f"{resume_from_checkpoint} is of another run: {sorted(wanted ^ learned.keys())[:3]} ...")
+        self.model.load_state_dict(learned, strict=False)
 
 
 def _log_likelihood(gain: Tensor, allocation: Tensor) -> Tensor:
@@ -350,7 +383,7 @@ class Pictures(TrainerCallback):
             and (state.global_step % self.every == 0 or state.global_step == 1)
             and state.is_world_process_zero
         ):
-            sheet = self.draw(model, state.global_step)
+            sheet = self.draw(model.core, state.global_step)
             if self.board:
                 self.board.add_image("relevance", np.asarray(sheet), state.global_step, dataformats="HWC")
                 self.board.flush()
@@ -360,7 +393,7 @@ class Pictures(TrainerCallback):
                 wandb.log({"relevance": wandb.Image(sheet)}, commit=False)
 
     @torch.no_grad()
-    def draw(self, model, step: int):
+    def draw(self, core: ArrCocForConditionalGeneration, step: int):
         from PIL import Image
 
         from arr_coc.visualizing import relevance_overlay
@@ -369,8 +402,8 @@ class Pictures(TrainerCallback):
         tiles = []
         for row in self.rows:
             image = row.image if isinstance(row.image, Image.Image) else Image.fromarray(row.image)
-            inputs = chat_inputs(self.processor, image, row.question).to(model.device)
-            perception = model.perceive(**inputs, num_visual_tokens=0.2)
+            inputs = chat_inputs(self.processor, image, row.question).to(core.device)
+            perception = core.perceive(**inputs, num_visual_tokens=0.2)
             tiles.append(relevance_overlay(image, perception.relevance[0].float().cpu()).resize((256, 256)))
         sheet = Image.new("RGB", (256 * len(tiles), 256))
         for i, tile in enumerate(tiles):
@@ -465,18 +498,21 @@ class Clock(TrainerCallback):
     """Ends a run by the clock; the learning rate follows whichever of steps and seconds is further on."""
 
     def __init__(self, steps: int, seconds: float, warmup: float):
-        self.steps, self.seconds, self.warmup, self.begin = steps, seconds, warmup, None
+        self.steps, self.seconds, self.warmup, self.spent = steps, seconds, warmup, 0.0
 
     def rate(self, step: int) -> float:
-        spent = (time.monotonic() - self.begin) / self.seconds if self.seconds and self.begin else 0.0
-        progress = min(1.0, max(step / self.steps, spent))
+        progress = min(1.0, max(step / self.steps, self.spent / self.seconds if self.seconds else 0.0))
         return min(1.0, (step + 1) / max(1, self.warmup * self.steps)) * (1 + math.cos(math.pi * progress)) / 2
 
     def on_train_begin(self, args, state, control, **_):
         self.begin = time.monotonic()
 
     def on_step_end(self, args, state, control, **_):
-        if self.seconds and time.monotonic() - self.begin > self.seconds:
+        spent = torch.tensor(time.monotonic() - self.begin)
+        if args.world_size > 1:  # all processes must agree on what the clock says
+            spent = broadcast(spent.to(args.device))
+        self.spent = float(spent)
+        if self.seconds and self.spent > self.seconds:
             control.should_training_stop = True
 
 
@@ -528,11 +564,13 @@ def train(args: argparse.Namespace):
     clock = Clock(args.steps, args.seconds, args.warmup)
     learned = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=args.lr, weight_decay=args.weight_decay)
+    learner = Learner(
+        tuned or model, args.stage, args.choice, tuple(args.budgets), args.noise, args.ground, args.distil,
+        args.seed + rank,
+    )  # fmt: skip
     trainer = ArrCocTrainer(
-        model, settings, optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)),
+        learner, settings, optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)),
         train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight),
-        stage=args.stage, choice=args.choice, budgets=tuple(args.budgets), noise=args.noise, ground=args.ground,
-        distil=args.distil,
         callbacks=[clock, JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=args.resume or None)
