@@ -315,8 +315,8 @@ def build(opening: bool = True) -> gr.Blocks:
                 with gr.Row(elem_classes="stage"):
                     with gr.Column(scale=2, min_width=300, elem_classes="ask"):
                         image = upload(value=str(HERE / "examples" / first["file"]), label="Image", height=300)
-                        question = gr.Textbox(
-                            first["question"], label="Question", max_length=MAX_QUESTION, lines=1, max_lines=4
+                        question = gr.Textbox(  # a longer one is refused in words, not cut
+                            first["question"], label="Question", max_length=20 * MAX_QUESTION, lines=1, max_lines=4
                         )
                         budget = gr.Radio(
                             BUDGETS,
@@ -327,15 +327,9 @@ def build(opening: bool = True) -> gr.Blocks:
                         go = gr.Button("Ask both", variant="primary", elem_id="go")
                         with gr.Accordion("Advanced", open=False):
                             exact = gr.Textbox(
-                                label="Exact budget", info="tokens (200) or a share (15%); goes before the choice above"
-                            )
-                            allocator = gr.Radio(
-                                [("three scales", "lod"), ("top cells only", "topk")], value="lod", label="Allocator"
-                            )
-                            realize = gr.Radio(
-                                [("before the vision tower", "before"), ("after it", "after")],
-                                value="before",
-                                label="Drop tokens",
+                                label="Exact budget",
+                                info="tokens (200) or a share (15%); goes before the choice above",
+                                max_length=20,
                             )
                             longest = gr.Slider(1, MAX_ANSWER, 48, step=1, label="Longest answer, in tokens")
                     with gr.Column(scale=3, min_width=300):
@@ -346,6 +340,20 @@ def build(opening: bool = True) -> gr.Blocks:
                         gr.HTML('<p class="hint">Try one that makes another point:</p>')
                         with gr.Row(elem_classes="examples"):
                             chosen = [gr.Button(called(row), size="sm", min_width=90) for row in examples]
+                        gr.HTML('<p class="hint">Or let it spend its tokens in another way, and ask again:</p>')
+                        with gr.Row(elem_classes="ways"):
+                            allocator = gr.Radio(
+                                [("coarse to fine", "lod"), ("the best cells only", "topk")],
+                                value="lod",
+                                label="Allocator",
+                                info="Tokens of three sizes, or all of the finest.",
+                            )
+                            realize = gr.Radio(
+                                [("before the vision tower", "before"), ("after it", "after")],
+                                value="before",
+                                label="Drop tokens",
+                                info="Before, the tower has less to do as well.",
+                            )
                 gr.HTML(
                     panels.section("What it looked at", "Drag the line. Blurred: read coarsely. Hatched: not read.")
                 )
@@ -480,6 +488,9 @@ def start(model: str | None = None, revision: str | None = None, data: str | Non
     card, zero = named_by_card(), spaces.config.Config.zero_gpu
     name, commit = (model, revision) if model else (card.get("model", str(TINY)), card.get("revision"))
     loaded, processor = load(name, commit, "cuda" if zero else None)
+    if not zero:  # neither arm of the first answer shall pay for what is cold
+        for _ in answers(loaded, processor, Image.new("RGB", (64, 64)), "?", 0.5, 2):
+            pass
     MODEL.update(model=loaded, processor=processor, name=TINY_NAME if name == str(TINY) else name, revision=commit)
     MODEL["zero"], MODEL["side"] = zero, 1024 if loaded.device.type == "cpu" else 2048  # px: what is answered in time
     MODEL["results"] = results.open_results(

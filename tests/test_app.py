@@ -158,10 +158,12 @@ def bad(kind, path):
         ("too long", "4000 x 10 px, more than 200 times as long as it is wide"),
     ],
 )
-def test_a_bad_picture_is_refused_without_its_path(kind, says, tmp_path):
-    with pytest.raises(Refused, match=says) as refusal:
-        uploads.read_image(str(bad(kind, tmp_path)), 1024)
-    assert str(refusal.value).startswith("This image is") and "private" not in str(refusal.value)
+def test_a_bad_picture_is_refused_without_its_path(kind, says, tmp_path, client):
+    path = bad(kind, tmp_path)
+    with pytest.raises(Refused, match=says) as refused:
+        uploads.read_image(str(path), 1024)
+    assert str(refused.value).startswith("This image is") and "private" not in str(refused.value)
+    assert str(refused.value) in refusal(client, handle_file(path), "what?", api_name="/compare")
 
 
 def odd(kind, path):
@@ -428,6 +430,18 @@ FILE = {"_type": "gradio.FileData"}
 )
 def test_a_path_or_link_is_no_image(image, says, client):
     assert says in refusal(client, image, "what?", api_name="/compare")
+
+
+def test_no_question_and_a_long_one_are_refused(client):
+    for question, says in (("  ", "no question yet"), ("?" * 10_000, "10,000 characters, more than 500")):
+        assert says in refusal(client, handle_file(PHOTO), question, api_name="/compare")
+
+
+def test_the_page_tells_its_model_and_whether_it_has_mcp(address):
+    assert "<code>ORG/vis</code> at <code>0123456</code>" in panels.header("ORG/vis", "0123456789" * 4, "photos")
+    assert "MCP is off" in panels.api(False) and "/gradio_api/mcp/" in panels.api(True)
+    served = urllib.request.urlopen(address).read().decode()
+    assert app.MODEL["name"] in served and ("MCP is off" in served) != app.has_mcp()
 
 
 def test_a_servers_own_file_is_out_of_reach(address):

@@ -116,7 +116,8 @@ def test_every_part_of_the_page(width, mode, visit, axe):
     wanted = json.dumps(SCENES[-1]["question"])
     page.wait_for_function(f"[...document.querySelectorAll('textarea')].some(e => e.value == {wanted})")
     page.get_by_text("Advanced").click()
-    page.get_by_role("radio", name="top cells only").click()
+    page.get_by_role("radio", name="the best cells only").click()
+    page.get_by_role("radio", name="after it").click()
     page.click("#go")
     page.wait_for_selector(DONE)
     page.get_by_role("button", name="Ask all of them").click()
@@ -164,12 +165,20 @@ def test_upload_type_enter_slide(width, mode, visit):
 
 
 @everywhere
-def test_errors_are_shown_in_words(width, mode, visit, axe):
+def test_errors_are_shown_in_words(width, mode, visit, axe, tmp_path):
     page, complaints = visit(width, mode)
+    (tmp_path / "cut.jpg").write_bytes(PHOTO.read_bytes()[:4000])
+    page.locator(".ask input[type=file]").set_input_files(tmp_path / "cut.jpg")
+    page.wait_for_timeout(1000)
+    page.click("#go")
+    page.wait_for_selector("text=it is damaged")
     page.get_by_label("Question", exact=True).fill("  ")
     page.click("#go")
     page.wait_for_selector("text=There is no question yet")
     check(page, complaints, width, axe, f"{width}-{mode}-error")
+    page.get_by_label("Question", exact=True).fill("?" * 10_000)
+    page.click("#go")
+    page.wait_for_selector("text=10,000 characters, more than 500")
     page.get_by_role("tab", name="Results").click()
     page.get_by_label("SQL", exact=True).fill("SELECT * FROM read_text('/etc/passwd')")
     page.get_by_role("button", name="Run", exact=True).click()
