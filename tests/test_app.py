@@ -388,6 +388,14 @@ def test_the_api_stays_as_it_is(client):
     assert all(endpoint["description"] for endpoint in told["named_endpoints"].values())
 
 
+@pytest.mark.skipif(not app.has_mcp(), reason="needs gradio[mcp]")
+def test_the_same_functions_are_tools_over_mcp(address):
+    tools = json.load(urllib.request.urlopen(f"{address}gradio_api/mcp/schema"))
+    found = {f"/{tool['name'][4:]}": list(tool["inputSchema"]["properties"]) for tool in tools}
+    assert found == {name: list(arguments) for name, (arguments, _) in API.items()}
+    assert all(tool["description"] for tool in tools)
+
+
 def test_compare_gives_text_numbers_and_pictures(client):
     report, *pictures = client.predict(handle_file(PHOTO), "what?", "20%", longest=4, api_name="/compare")
     assert report.keys() == {
