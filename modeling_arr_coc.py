@@ -789,7 +789,7 @@ def _check_file(path: str):
 
     There a file is a link to a blob, called by its SHA-256 or, where git itself holds it, by git's SHA-1. A blob may in
     turn be a link to one that repositories share, called otherwise. Elsewhere, and on a system without links, nothing
-    says what a file should be.
+    says what a file should be. It takes about 0.6 s a GB.
     """
     link = os.readlink(path) if os.path.islink(path) else ""
     if blob := re.search(r"[/\\]blobs[/\\]([0-9a-f]{40}|[0-9a-f]{64})$", link):
