@@ -34,7 +34,8 @@ The learning rate warms up, stays, and falls to zero over the last 40 %, whichev
   python train.py base --out out/big --seconds 1500 --pause-after 560 --resume   # ... and the next part
   accelerate launch --multi_gpu --num_processes 2 train.py base --device cpu --out out/two --stage 128:32:2000
 
-OUT gets model.safetensors (bfloat16, every --save-every seconds), log.jsonl, curves.png and training.json;
+OUT gets model.safetensors (bfloat16, every --save-every seconds) with config and processor, so that it loads as any
+Qwen3-VL and `arr-coc --model OUT` goes on from it; and log.jsonl, curves.png and training.json;
 the state to resume from lies in OUT/state, or elsewhere with --state.""",
     )
     p.set_defaults(run=base.train)

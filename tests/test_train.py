@@ -9,12 +9,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from safetensors.torch import load_file
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from arr_coc.checkpoints import make_tiny
 from arr_coc.train import parser
 from benchmarks import scenes
-from training import base
+from training import arr_coc, base
 
 SIZE = 128
 
@@ -270,6 +271,12 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
     keys = ("step", "pictures", "lr", "loss", "answers", "probe")
     assert [[row[k] for k in keys] for row in parts] == [[row[k] for k in keys] for row in whole]
     assert len(whole) == 6 and whole[-1]["pictures"] == 12
+    stock = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16).state_dict()
+    saved = load_file(tmp_path / "whole" / "model.safetensors")
+    assert stock.keys() - saved.keys() == {"lm_head.weight"}
+    assert all(torch.equal(stock[name], weight) for name, weight in saved.items())
+    adopted = arr_coc.adopt(str(tmp_path / "whole"), AutoProcessor.from_pretrained(tmp_path / "whole"), lens_dim=96)
+    assert torch.equal(adopted.lm_head.weight.bfloat16(), stock["lm_head.weight"])
     record = json.loads((tmp_path / "whole" / "training.json").read_text())
     assert record["finished"] and record["accuracy"] and record["seed"] == 0
     weights = tmp_path / "whole" / "model.safetensors"

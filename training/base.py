@@ -12,6 +12,7 @@ import json
 import math
 import os
 import shlex
+import shutil
 import sys
 import time
 from collections import defaultdict
@@ -657,6 +658,7 @@ def train(args: argparse.Namespace):
         pictures=args.pictures, seconds=args.seconds, world=settings.world_size, warmup=args.warmup,
     )  # fmt: skip
     settings.max_steps = plan.total_steps
+    args.out.mkdir(parents=True, exist_ok=True)
     processor = AutoProcessor.from_pretrained(args.files)
     model = small_model(processor, args.init)
     checkpoint = get_last_checkpoint(state) if args.resume and state.is_dir() else None
@@ -678,9 +680,12 @@ def train(args: argparse.Namespace):
         for block in [*model.model.visual.blocks, *model.model.language_model.layers]:
             block.compile()
     trainer = BaseTrainer(learner, settings, train_dataset=data, plan=plan, workers=args.workers)
-    args.out.mkdir(parents=True, exist_ok=True)
-    if not checkpoint and settings.process_index == 0:
-        (args.out / "log.jsonl").unlink(missing_ok=True)
+    if settings.process_index == 0:
+        if not checkpoint:
+            (args.out / "log.jsonl").unlink(missing_ok=True)
+        processor.save_pretrained(args.out)  # with them OUT is a checkpoint of Qwen3-VL's own layout
+        shutil.copy(args.files / "generation_config.json", args.out)
+        tiny_config(processor.tokenizer).save_pretrained(args.out)
     trainer.remove_callback(PrinterCallback)
     trainer.add_callback(Report(trainer, args.out, args))
     trainer.train(resume_from_checkpoint=checkpoint)
