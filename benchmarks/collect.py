@@ -7,12 +7,26 @@ from . import schema
 
 
 def main(args) -> int:
+    """Copy the runs' Parquet into the dataset.
+
+    Raises:
+        schema.Unreadable: for a truncated or foreign file, or two folders that hold the same run, of which one would
+            replace the other.
+    """
+    targets: dict[Path, Path] = {}
     for run in map(Path, args.runs):
         for config, paths in schema.files(run).items():
             for path in paths:
                 target = Path(args.data) / config / path.name
-                target.parent.mkdir(parents=True, exist_ok=True)
-                shutil.copyfile(path, target)
-                print(target)
+                if target in targets:
+                    raise schema.Unreadable(
+                        f"{path} and {targets[target]} are of the same weights and code, and one would replace the "
+                        "other: give `run` the same --out, and it adds to what is there."
+                    )
+                targets[target] = path
+    for target, path in targets.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, target)
+        print(target)
     schema.files(Path(args.data))
     return 0

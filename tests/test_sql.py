@@ -34,6 +34,14 @@ def data(tmp_path_factory):
     return folder
 
 
+def test_two_folders_of_one_run_are_refused(data, tmp_path):
+    """Else the one would silently replace the other in the dataset."""
+    args = type("Args", (), {"runs": [str(data), str(data)], "data": str(tmp_path / "new")})
+    with pytest.raises(schema.Unreadable, match="of the same weights and code, and one would replace the other: give"):
+        collect(args)
+    assert not (tmp_path / "new").exists()
+
+
 class TestSql:
     def test_a_select_over_every_table(self, data):
         con = sql.connect(data)
