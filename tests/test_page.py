@@ -76,6 +76,7 @@ def visit(chromium, address):
 
     def open_page(width=1280, mode="light"):
         context = chromium.new_context(viewport={"width": width, "height": 900}, color_scheme=mode)
+        context.set_default_timeout(60_000)
         contexts.append(context)
         page, complaints = context.new_page(), []
         page.on("console", lambda m: complaints.append(m.text) if m.type == "error" else None)
@@ -180,6 +181,7 @@ def test_errors_are_shown_in_words(width, mode, visit, axe, tmp_path):
     page.click("#go")
     page.wait_for_selector("text=10,000 characters, more than 500")
     page.get_by_role("tab", name="Results").click()
+    page.wait_for_timeout(1000)
     page.get_by_label("SQL", exact=True).fill("SELECT * FROM read_text('/etc/passwd')")
     page.get_by_role("button", name="Run", exact=True).click()
     page.wait_for_selector("text=no files, no network")
