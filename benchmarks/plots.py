@@ -83,6 +83,8 @@ def accuracy_tokens(con, plt):
 
 def accuracy_latency(con, plt):
     """Accuracy against mean seconds of an answer, selection included."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
     _, rows = select(con, "SELECT task, method, seconds_mean, accuracy FROM told ORDER BY ALL")
     rows = [r for r in rows if not r[1].startswith(("no_", "oracle", "untrained"))]
     tasks = sorted({r[0] for r in rows})
@@ -95,13 +97,16 @@ def accuracy_latency(con, plt):
             series[method].append((1e3 * seconds, accuracy))
         _lines(axis, series)
         axis.set(xlabel="milliseconds an answer", xscale="log")
+        axis.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter(NullFormatter())
     axes[0].set_ylabel("accuracy")
     _legend(figure, axes)
     return figure
 
 
 def speed_resolution(con, plt):
-    """A prefill's time over stock's, against the image's tokens."""
+    """A prefill's time over stock's, against the image's tokens; of one resolution alone, as bars."""
     _, rows = select(
         con,
         "SELECT shape, device, batch, round(budget_tokens / native_tokens, 2), method, native_tokens, ratio_to_stock "
@@ -115,11 +120,18 @@ def speed_resolution(con, plt):
         series = defaultdict(list)
         for *_, method, native, ratio in (r for r in rows if r[:4] == group):
             series[method].append((native, ratio))
+        if len({native for points in series.values() for native, _ in points}) == 1:
+            ordered = sorted(series, key=lambda m: (-series[m][0][1], m))
+            ratios = [series[m][0][1] for m in ordered]
+            bars = axis.barh(ordered, ratios, color=[COLOURS.get(m, GREY) for m in ordered])
+            axis.bar_label(bars, [f"{ratio:.3f}" for ratio in ratios], fontsize=7, padding=2)
+            axis.set(xlabel=f"prefill of {series['stock'][0][0]} tokens, share of stock's", xlim=(0, 1.15))
+            axis.tick_params(axis="y", labelsize=7)
+            continue
         for method, points in sorted(series.items()):
             axis.plot(*zip(*sorted(points), strict=True), marker="o", ms=3, lw=1, label=method)
-        axis.set(xlabel="native visual tokens", xscale="log")
+        axis.set(xlabel="native visual tokens", xscale="log", ylabel="prefill, share of stock's")
         axis.legend(fontsize=6, frameon=False)
-    axes[0].set_ylabel("prefill, share of stock's")
     return figure
 
 
