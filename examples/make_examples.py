@@ -71,8 +71,8 @@ def pick(model: str, side: int, tries: int) -> list[dict]:
             if best >= 2:
                 break
         print(f"{why}: {row['question']!r}, {ANSWERED[best]}" if row else f"{why}: no scene fits", flush=True)
-        rows += [row] if row else []
-    return sorted(rows, key=lambda row: not row["right"])  # the page opens with the first
+        rows += [(best, row)] if row else []
+    return [row for _, row in sorted(rows, key=lambda pair: -pair[0])]  # the page opens with one that both answer
 
 
 def fitting(kind: str, stratum: str, side: int, tries: int, fits):
