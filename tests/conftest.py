@@ -172,16 +172,22 @@ def make_inputs(samples: list[list], padding: str = "left") -> dict[str, torch.T
 
 
 @pytest.fixture(scope="session")
-def folder(tmp_path_factory):
-    """The embedded model's classes and files with random weights, merged layout: a path."""
+def processor():
+    """The embedded model's own."""
     from transformers import AutoProcessor
 
-    from arr_coc.answering import TINY
+    from arr_coc.checkpoints.make_tiny import TINY
+
+    return AutoProcessor.from_pretrained(TINY)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, processor):
+    """The embedded model's classes and files with random weights, merged layout: a path."""
     from arr_coc.checkpoints.make_tiny import tiny_config
     from training.arr_coc import adopt
 
     path = tmp_path_factory.mktemp("model")
-    processor = AutoProcessor.from_pretrained(TINY)
     torch.manual_seed(0)
     Qwen3VLForConditionalGeneration(tiny_config(processor.tokenizer)).save_pretrained(path / "stock")
     adopt(str(path / "stock"), processor, lens_dim=32).save_pretrained(path)

@@ -12,7 +12,6 @@ import torch
 from datasets import Dataset
 from PIL import Image
 from safetensors.torch import load_file
-from transformers import AutoProcessor
 
 from arr_coc import ArrCocForConditionalGeneration, ArrCocOutput
 from arr_coc.checkpoints.make_tiny import TINY
@@ -20,19 +19,6 @@ from arr_coc.train import parser
 from training import arr_coc
 
 SIZE = 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return AutoProcessor.from_pretrained(TINY)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +62,7 @@ def test_log_likelihood_by_hand():
     """The tokens' shares of the gain; a coarse one has that of all it covers."""
     gain = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     fine, coarse = torch.tensor([[1, 0, 1], [1, 1, 1]]), torch.tensor([[2, 0, 0]])
-    share = [float(x) / 1.0 for x in arr_coc.token_gain(gain, fine)]
+    share = arr_coc.token_gain(gain, fine).tolist()  # of a gain that sums to 1
     assert float(arr_coc._log_likelihood(gain, fine)) == pytest.approx(np.mean(np.log(share)), rel=1e-5)
     assert share == pytest.approx([0.2, 0.4])
     assert float(arr_coc._log_likelihood(gain, coarse)) == pytest.approx(

@@ -28,7 +28,6 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from accelerate.utils import broadcast
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import AutoConfig, AutoProcessor, Qwen3VLConfig, Trainer, TrainerCallback, TrainingArguments
@@ -39,6 +38,8 @@ from arr_coc.balancing import TENSIONS
 from arr_coc.patches import to_pixels
 from arr_coc.texture import detail, texture
 from benchmarks.metrics import box_mass, evidence_cells, evidence_recall
+
+from .base import elapsed
 
 CHOICES = ("straight-through", "perturbed")
 
@@ -508,10 +509,7 @@ class Clock(TrainerCallback):
         self.begin = time.monotonic()
 
     def on_step_end(self, args, state, control, **_):
-        spent = torch.tensor(time.monotonic() - self.begin)
-        if args.world_size > 1:  # all processes must agree on what the clock says
-            spent = broadcast(spent.to(args.device))
-        self.spent = float(spent)
+        self.spent = elapsed(self.begin, args)
         if self.seconds and self.spent > self.seconds:
             control.should_training_stop = True
 
