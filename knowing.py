@@ -46,16 +46,19 @@ class Affinity(nn.Module):
 
     One number a head, q·kᵀ over the cells, against the attention that a content-free token (`<|vision_end|>`, which
     stands between image and question) pays them: `log asked - log drawn`. Cells that draw every token's attention
-    (sinks, Xiao et al. 2023) cancel out. Heads are mixed by learned weights, a plain mean until trained.
+    (sinks, Xiao et al. 2023) cancel out. Heads are mixed by learned weights, and the question's tokens by how far they
+    stand from its end (the last one has read all of it, the others know only a part): plain means until trained.
     """
 
     def __init__(self, num_heads: int):
         super().__init__()
         self.head_logits = nn.Parameter(torch.empty(num_heads))
+        self.recency = nn.Parameter(torch.empty(()))  # a token's weight falls by exp(-recency) for each that follows
         self.temperature = nn.Parameter(torch.empty(()))
 
     def reset_parameters(self):
         nn.init.zeros_(self.head_logits)
+        nn.init.zeros_(self.recency)
         nn.init.ones_(self.temperature)
 
     def forward(self, query: Tensor, neutral: Tensor, key: Tensor) -> Tensor:
@@ -70,7 +73,8 @@ class Affinity(nn.Module):
             `[N]` float32 logits; 0 means no more than a neutral token would look.
         """
         weight = self.head_logits.softmax(0)[:, None]
-        asked = (query.float() @ key.float().mT).softmax(-1).mean(1)  # [H, N]
+        tokens = (self.recency * torch.arange(query.shape[1], device=query.device)).softmax(0)  # [Q]
+        asked = tokens @ (query.float() @ key.float().mT).softmax(-1)  # [H, N]
         drawn = (neutral.float() @ key.float().mT).softmax(-1)[:, 0]
         asked, drawn = ((weight * x).sum(0) + _EPS for x in (asked, drawn))
         return self.temperature * (asked.log() - drawn.log())

@@ -86,6 +86,14 @@ class TestAffinity:
         alone = fresh(Affinity(1))(query[:1], neutral[:1], key[:1])
         torch.testing.assert_close(affinity(query, neutral, key), 2 * alone)
 
+    @pytest.mark.parametrize(("recency", "token"), [(50.0, -1), (-50.0, 0)])
+    def test_learned_recency_reads_the_questions_last_token_or_its_first(self, recency, token):
+        query, neutral, key = random(2, 3, 8), random(2, 1, 8, seed=1), random(2, 6, 8, seed=2)
+        affinity = fresh(Affinity(2))
+        affinity.recency.data.fill_(recency)
+        alone = fresh(Affinity(2))(query[:, token, None], neutral, key)
+        torch.testing.assert_close(affinity(query, neutral, key), alone)
+
     def test_it_computes_in_float32_whatever_it_is_given(self):
         args = random(2, 3, 8), random(2, 1, 8, seed=1), random(2, 6, 8, seed=2)
         half = [x.bfloat16() for x in args]
