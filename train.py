@@ -53,6 +53,7 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     p.add_argument("--warmup", type=int, default=6400, help="pictures over which the learning rate rises")
     p.add_argument("--questions", type=int, default=6, help="questions a picture")
     p.add_argument("--probe", type=float, default=0.5, help="weight of the training-only probe's loss")
+    p.add_argument("--gaze", type=float, default=0.5, help="weight of the training-only loss on where heads look")
     p.add_argument("--drop", type=float, default=0, help="share of batches seen through a random part of their tokens")
     p.add_argument("--shrink", type=float, default=0, help="share of batches shown at half their size")
     p.add_argument("--drop-from", type=float, default=0.5, help="progress from which --drop holds")

@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,19 +19,6 @@ from benchmarks import scenes
 from training import arr_coc, base
 
 SIZE = 128
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module")
-def processor():
-    return AutoProcessor.from_pretrained(make_tiny.TINY)
 
 
 @pytest.fixture(scope="module")
@@ -197,9 +185,10 @@ def test_two_processes_and_steps_share_no_seed(processor):
 
 
 @torch.no_grad()
-def test_learner_equals_stock(processor, batch, made):
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_learner_equals_stock(processor, batch, made, on_cpu):
     """Folded attention, linear patch embedding and precomputed tables: the logits of answers are stock's."""
-    learner = base.Learner(base.quicken(fresh_model(processor)), processor.tokenizer).eval()
+    learner = base.Learner(base.quicken(fresh_model(processor), on_cpu), processor.tokenizer).eval()
     mine = learner(**batch, return_logits=True)["logits"]
     stock_model, theirs = fresh_model(processor), []
     header, end = learner_header(processor)
@@ -240,6 +229,12 @@ def test_dropping_cells_equals_masking_them_in_the_language_model(processor, dat
     assert torch.equal(after["patches"].view(keep, -1), before["patches"].view(cells, -1)[kept])
     assert torch.equal(after["tower"]["position_ids"].view(keep, 4, 2)[:, 0] // 2, places.T)
     assert torch.equal(after["input_ids"][0, after["answer_index"] + 1], batch["answer_target"])
+    assert torch.equal(after["where"][0], before["where"][0, kept])
+    assert torch.equal(after["input_ids"][0, after["look_index"]], before["input_ids"][0, before["look_index"]])
+    left = before["evidence"][:, kept]
+    known = left.sum(1) > 0
+    assert torch.equal(after["evidence"].sum(1) > 0, known) and known.any()
+    torch.testing.assert_close(after["evidence"][known], left[known] / left[known].sum(1, keepdim=True))
     assert out["logits"].isfinite().all()
 
 
@@ -268,7 +263,7 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
         patch.setattr(base.Report, "on_step_end", stop_at_three)
         assert len(run(tmp_path / "parts")) == 3
     parts = run(tmp_path / "parts", "--resume")
-    keys = ("step", "pictures", "lr", "loss", "answers", "probe")
+    keys = ("step", "pictures", "lr", "loss", "answers", "probe", "gaze")
     assert [[row[k] for k in keys] for row in parts] == [[row[k] for k in keys] for row in whole]
     assert len(whole) == 6 and whole[-1]["pictures"] == 12
     stock = Qwen3VLForConditionalGeneration.from_pretrained(tmp_path / "whole", dtype=torch.bfloat16).state_dict()
@@ -317,6 +312,57 @@ def test_the_probe_names_what_stands_in_cells_in_the_models_own_words(processor,
     right += torch.where(batch["text"][0, :, None] >= 0, words[batch["text"][0].clamp(min=0)], 0.0)
     wrong = right.roll(1, 1)
     assert learner.probe(100 * right, batch) < learner.probe(100 * wrong, batch)
+
+
+def test_middle_layers_are_taught_to_look_at_the_evidence(processor, batch, made):
+    """From the question's last word and from all that predicts its answer, at the boxes' cells and nowhere else."""
+    talk, ids = base.Conversations(processor), batch["input_ids"].flatten()
+    row = 0
+    for scene in made:
+        said = int(sum(len(talk.tokenizer(q.answer).input_ids) + 1 for q in scene.questions))
+        look, evidence = (batch[name][row : row + said + len(scene.questions)] for name in ("look_index", "evidence"))
+        for i, q in enumerate(scene.questions):
+            words = talk.tokenizer(q.question).input_ids
+            end = int(look[said + i]) + 1
+            assert ids[end - len(words) : end].tolist() == words and ids[end] == talk.end
+            shares = evidence[said + i].view(SIZE // 32, SIZE // 32)
+            for y, x in np.ndindex(*shares.shape):
+                cell = (32 * x, 32 * y, 32 * x + 32, 32 * y + 32)
+                inside = any(
+                    x0 < cell[2] and x1 > cell[0] and y0 < cell[3] and y1 > cell[1] for x0, y0, x1, y1 in q.boxes
+                )
+                assert (shares[y, x] > 0) == inside
+            assert float(shares.sum()) == pytest.approx(float(bool(q.boxes)))
+        row += len(look)
+    assert row == len(batch["evidence"]) > 0
+
+    learner = base.Learner(base.quicken(fresh_model(processor)), processor.tokenizer)
+    first, cells = batch["first"], batch["evidence"].shape[1]
+    keys = torch.zeros(*batch["input_ids"].shape, cells)
+    keys[:, first : first + cells] = torch.eye(cells)
+
+    def loss(scores, evidence=batch["evidence"]):
+        """Of heads whose scores over the picture's cells are these, `[m, cells]`."""
+        queries = torch.zeros_like(keys)
+        queries.view(-1, cells)[batch["look_index"]] = scores
+        for attention in learner.lookers:
+            attention.scaling, attention.overheard = 1.0, (queries[:, None].repeat(1, 2, 1, 1), keys[:, None])
+        return float(learner.gaze(batch | {"evidence": evidence}))
+
+    known = batch["evidence"][batch["evidence"].sum(1) > 0]
+    least = float(torch.special.entr(known).sum(1).mean())
+    nowhere = torch.zeros_like(batch["evidence"])
+    assert loss(batch["evidence"].clamp(min=1e-9).log()) == pytest.approx(least, rel=1e-4)
+    assert loss(nowhere) == pytest.approx(np.log(cells), rel=1e-5)
+    assert loss(batch["evidence"].flip(1).clamp(min=1e-9).log()) > loss(nowhere) > least
+    assert loss(nowhere, evidence=nowhere) == 0  # no question of the batch has evidence
+
+
+def test_a_loss_that_is_no_number_ends_the_run_even_among_others():
+    report = base.Report.__new__(base.Report)
+    report.trainer = SimpleNamespace(losses=[torch.tensor([1.0, torch.nan, 1.0, 1.0]), torch.full((4,), torch.nan)])
+    with pytest.raises(FloatingPointError, match="The loss is nan at step 7: lower --lr"):
+        report.log(SimpleNamespace(global_step=7), 1.0)
 
 
 def test_shrunk_pictures_equal_an_area_average(data, made):

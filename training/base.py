@@ -9,7 +9,6 @@ Notable
 
 import argparse
 import json
-import math
 import os
 import shlex
 import shutil
@@ -40,6 +39,7 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.trainer_utils import get_last_checkpoint
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
@@ -93,6 +93,7 @@ class Conversations:
         self.image, self.end = processor.image_token_id, self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.header = self.tokenizer("<|im_start|>assistant\n").input_ids
         self.pad = self.tokenizer.pad_token_id
+        self.behind = len(self.tokenizer("<|im_end|>\n").input_ids)  # tokens between a question and the header
 
     def first_tokens(self, scene: scenes.Scene) -> np.ndarray:
         """The first token of what each thing of a scene has written on it, `[1 + things]`; -100 where there is none."""
@@ -110,6 +111,33 @@ class Conversations:
         ids = np.array(self.tokenizer(text).input_ids)
         first = int(np.argmax(ids == self.image))
         return np.concatenate([ids[:first], np.full(cells, self.image), ids[first + 1 :]])
+
+
+def evidence_shares(boxes, size: tuple[int, int], grid: tuple[int, int]) -> np.ndarray:
+    """Boxes of a picture of `size` -> how much of each cell they cover, `[h * w]` float32 of sum 1 (0 without boxes).
+
+    Each box has the same weight, so that a small thing counts as much as a large one.
+    """
+    shares = np.zeros(grid, np.float32)
+    for x0, y0, x1, y1 in boxes:
+        rows, columns = (
+            (np.minimum(edges[1:], high) - np.maximum(edges[:-1], low)).clip(0)
+            for edges, low, high in (
+                (np.linspace(0, size[0], grid[0] + 1), y0, y1),
+                (np.linspace(0, size[1], grid[1] + 1), x0, x1),
+            )
+        )
+        shares += np.outer(rows, columns) / (rows.sum() * columns.sum())
+    return shares.reshape(-1) / max(len(boxes), 1)
+
+
+def centres(scene: scenes.Scene) -> np.ndarray:
+    """Digits of each thing's centre, x and y in percent of the picture as `pointing` asks, `[1 + things, 4]`."""
+    height, width = scene.image.shape[:2]
+    percent = [[min(99, int(100 * c / side)) for c, side in zip(thing.centre, (width, height), strict=True)]
+               for thing in scene.objects]  # fmt: skip
+    x, y = np.array([[0, 0], *percent]).T
+    return np.stack([x // 10, x % 10, y // 10, y % 10], 1)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -162,7 +190,17 @@ class LinearPatchEmbed(nn.Module):
         return F.linear(rows, self.proj.weight.flatten(1), self.proj.bias)
 
 
-@torch.compiler.disable  # a loop over lengths: compiled, each length would be compiled anew
+def overheard(attention: Callable) -> Callable:
+    """An attention that leaves its queries and keys, `[B, heads, L, d]`, with its module: `Learner.gaze` reads them."""
+
+    @torch.compiler.disable  # compiled, each length would be compiled anew
+    def attend(module, query, key, *rest, **options):
+        module.overheard = query, key
+        return attention(module, query, key, *rest, **options)
+
+    return attend
+
+
 def causal_attention(module, query, key, value, attention_mask=None, *, scaling, dropout=0.0, **_):
     """Causal attention `[B, heads, L, d]` as matrix products over blocks of 64 queries. No padding on the left.
 
@@ -187,9 +225,9 @@ def quicken(model: Qwen3VLForConditionalGeneration, on_cpu: bool = True) -> Qwen
     AttentionInterface.register("folded_flash", folded_attention)
     model.model.visual.config._attn_implementation = "folded_flash"
     model.model.visual.patch_embed = LinearPatchEmbed(model.model.visual.patch_embed)
-    if on_cpu:
-        AttentionInterface.register("causal_blocks", causal_attention)
-        model.model.language_model.config._attn_implementation = "causal_blocks"
+    attention = causal_attention if on_cpu else sdpa_attention_forward
+    AttentionInterface.register("overheard", overheard(attention))
+    model.model.language_model.config._attn_implementation = "overheard"
     return model
 
 
@@ -223,6 +261,11 @@ def drop_cells(inputs: dict, share: float, generator: torch.Generator):
     inputs["answer_index"] = at - (at // length + 1) * (cells - keep)
     inputs["input_ids"], inputs["position_ids"] = of_tokens(inputs["input_ids"]), of_tokens(inputs["position_ids"])
     inputs |= {name: inputs[name].gather(1, kept) for name in ("kind", "colour", "text")}
+    inputs["where"] = inputs["where"][row, kept]
+    look = inputs["look_index"]
+    seen = inputs["evidence"].gather(1, kept[look // length])
+    inputs["evidence"] = seen / seen.sum(1, keepdim=True).clamp(min=1e-6)
+    inputs["look_index"] = look - (look // length + 1) * (cells - keep)
 
 
 # ---------------------------------------------------------------------------------------------------------------
@@ -331,7 +374,9 @@ class Scenes(IterableDataset):
     def collate(self, batch: list, times: int = 1) -> dict:
         """Scenes of one size, shown `times` smaller -> images uint8 `[B, H, W, 3]`, input_ids `[B, L]` and position_ids
         `[3, B, L]` padded on the right, answer_index/answer_target/answer_question `[n]` (the token that predicts,
-        what, for which question), kind/colour/text `[B, cells]`, first (the picture's first token)."""
+        what, for which question), look_index `[m]` and evidence `[m, cells]` (tokens that should look, and where: rows
+        that sum to 1, or to 0 where nothing answers), kind/colour/text `[B, cells]`, where `[B, cells, 4]` (digits of
+        the centre of what stands there, in percent), first (the picture's first token)."""
         talk, (height, width) = self.talk, batch[0].image.shape[:2]
         grid = height // (CELL * times), width // (CELL * times)
         rows = [talk.encode([(q.question, q.answer) for q in s.questions], grid[0] * grid[1]) for s in batch]
@@ -339,6 +384,7 @@ class Scenes(IterableDataset):
         first = int(np.argmax(rows[0] == talk.image))
         ids = np.full((len(rows), length), talk.pad)
         index, target, question = [], [], []
+        looks, evidence = [], []
         asked = 0
         for i, row in enumerate(rows):
             ids[i, : len(row)] = row
@@ -346,8 +392,14 @@ class Scenes(IterableDataset):
             index.append(i * length + said - 1)
             target.append(row[said])
             ends = row[said] == talk.end
-            question.append(asked + np.cumsum(ends) - ends)  # an end-of-turn belongs to the answer that it ends
+            number = np.cumsum(ends) - ends  # an end-of-turn belongs to the answer that it ends
+            question.append(asked + number)
             asked += int(ends.sum())
+            # Where to look: from each token that predicts a part of an answer, and from the question's last one.
+            last = said[np.searchsorted(number, np.arange(number[-1] + 1))] - 1 - len(talk.header) - talk.behind
+            looks.append(i * length + np.concatenate([said - 1, last]))
+            shares = np.stack([evidence_shares(q.boxes, (height, width), grid) for q in batch[i].questions])
+            evidence.append(shares[np.concatenate([number, np.arange(number[-1] + 1)])])
         cells = [scenes.cell_labels(s, CELL * times) for s in batch]
         images = np.stack([s.image for s in batch])
         if times > 1:  # area average, rounded
@@ -360,9 +412,12 @@ class Scenes(IterableDataset):
             "answer_index": np.concatenate(index),
             "answer_target": np.concatenate(target),
             "answer_question": np.concatenate(question),
+            "look_index": np.concatenate(looks),
+            "evidence": np.concatenate(evidence),
             "kind": np.stack([c["kind"].reshape(-1) for c in cells]),
             "colour": np.stack([c["colour"].reshape(-1) for c in cells]),
             "text": np.stack([talk.first_tokens(s)[c["thing"].reshape(-1)] for s, c in zip(batch, cells, strict=True)]),
+            "where": np.stack([centres(s)[c["thing"].reshape(-1)] for s, c in zip(batch, cells, strict=True)]),
         }
         return {**{name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}, "first": first}
 
@@ -371,16 +426,23 @@ class Learner(nn.Module):
     """Qwen3-VL and its training-only probe: what stands in each cell must be read off the merger's output, in words.
 
     A cell's vector times the embeddings of the names of kinds and colours, and of a sign's first token, must pick the
-    right ones. Vision so speaks the language model's words from the start; nothing of it is part of the checkpoint.
+    right ones, and a linear layer the digits of the thing's centre. Vision so speaks the language model's words from
+    the start. And two heads of each middle layer must look where the answer lies (`gaze`), as those of large models
+    come to do by themselves. Nothing of this is part of the checkpoint.
     """
 
-    def __init__(self, model: Qwen3VLForConditionalGeneration, tokenizer, probe_weight: float = 0.5):
+    def __init__(
+        self, model: Qwen3VLForConditionalGeneration, tokenizer, probe_weight: float = 0.5, gaze_weight: float = 0.5
+    ):
         super().__init__()
-        self.model, self.probe_weight = model, probe_weight
+        self.model, self.probe_weight, self.gaze_weight = model, probe_weight, gaze_weight
+        layers = model.model.language_model.layers
+        self.lookers = [layer.self_attn for layer in layers[(len(layers) - 1) // 2 : -1]]  # 2, 3 and 4 of six
         for name, words in (("kind", scenes.KINDS), ("colour", scenes.COLOURS)):  # as answers, and inside sentences
             ids = [[tokenizer(form).input_ids[0] for form in (word, f" {word}")] for word in words]
             self.register_buffer(name, torch.tensor(ids), persistent=False)
         self.nothing = nn.Parameter(torch.zeros(2, model.config.text_config.hidden_size))  # an empty cell's "word"
+        self.where = nn.Linear(model.config.text_config.hidden_size, 4 * 10)
         self.allocate: Callable[[dict], None] | None = None  # may shorten a batch in place; see `drop_cells`
 
     def probe(self, cells: Tensor, labels: dict) -> Tensor:
@@ -393,7 +455,29 @@ class Learner(nn.Module):
             names = torch.cat([nothing[None], words[getattr(self, name)].mean(1)])
             each = F.cross_entropy((cells @ names.T).float(), labels[name].flatten(), reduction="none")
             loss = loss + (each * weight).sum() / weight.sum()
-        return loss
+        things = labels["kind"].flatten() > 0
+        digits = self.where(cells[things]).float().unflatten(1, (4, 10)).flatten(0, 1)
+        each = F.cross_entropy(digits, labels["where"].flatten(0, 1)[things].flatten(), reduction="sum")
+        return loss + each / max(len(digits), 1)
+
+    def gaze(self, inputs: dict) -> Tensor:
+        """Cross-entropy from the evidence to where the first group of heads of each middle layer looks in the picture.
+
+        Supervised attention (Liu et al. 2016, for translation): over the picture's cells alone, so how much a head
+        looks at the picture at all stays free.
+        """
+        has = inputs["evidence"].sum(1) > 0
+        evidence, look = inputs["evidence"][has], inputs["look_index"][has]
+        b, cells = look // inputs["input_ids"].shape[1], slice(inputs["first"], inputs["first"] + evidence.shape[1])
+        loss = evidence.new_zeros(())
+        for attention in self.lookers:
+            query, key = attention.overheard
+            group = query.shape[1] // key.shape[1]
+            q = query[:, :group].transpose(1, 2).flatten(0, 1)[look]  # [m, group, d]
+            scores = torch.einsum("mgd,mcd->mgc", q, key[:, 0, cells][b]).float() * attention.scaling
+            loss = loss - (evidence[:, None] * scores.log_softmax(-1)).sum(-1).mean(-1).sum()
+            del attention.overheard
+        return loss / (len(self.lookers) * max(len(evidence), 1))
 
     def forward(self, images: Tensor, return_logits: bool = False, tower_only: bool = False, **inputs):
         """One batch of `Scenes.collate` -> losses (scalars), and the answers' logits `[n, vocabulary]` if asked."""
@@ -407,7 +491,8 @@ class Learner(nn.Module):
         cells = seen.pooler_output  # [B * cells, d]
         probe = self.probe(cells, inputs)
         if tower_only:
-            return {"loss": probe, "answers": probe.new_tensor(torch.nan), "probe": probe.detach()}
+            none = probe.new_tensor(torch.nan)
+            return {"loss": probe, "answers": none, "probe": probe.detach(), "gaze": none}
         seen.pooler_output, seen.deepstack_features = (cells,), [(f,) for f in seen.deepstack_features]
         # Padding stands on the right, where causal attention never looks from: no mask is needed.
         said = stock(
@@ -418,7 +503,9 @@ class Learner(nn.Module):
         ).last_hidden_state
         logits = self.model.lm_head(said.flatten(0, 1)[inputs["answer_index"]]).float()
         answers = F.cross_entropy(logits, inputs["answer_target"])
-        losses = {"loss": answers + self.probe_weight * probe, "answers": answers.detach(), "probe": probe.detach()}
+        gaze = self.gaze(inputs)
+        losses = {"loss": answers + self.probe_weight * probe + self.gaze_weight * gaze}
+        losses |= {"answers": answers.detach(), "probe": probe.detach(), "gaze": gaze.detach()}
         return {**losses, "logits": logits} if return_logits else losses
 
 
@@ -447,7 +534,7 @@ class BaseTrainer(Trainer):
     def __init__(self, *args, plan: Plan, workers: int, **kwargs):
         super().__init__(*args, **kwargs)
         self.plan, self.workers = plan, workers
-        self.losses: list[Tensor] = []  # [3] a step: loss, answers, probe
+        self.losses: list[Tensor] = []  # [4] a step: loss, answers, probe, gaze
         self.waited = 0.0  # seconds spent waiting for the workers
 
     def get_train_dataloader(self) -> DataLoader:
@@ -474,7 +561,7 @@ class BaseTrainer(Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         self.batch_pictures, self.batch_size_px = inputs["images"].shape[:2]
         out = model(**inputs)
-        self.losses.append(torch.stack([out["loss"].detach(), out["answers"], out["probe"]]))
+        self.losses.append(torch.stack([out["loss"].detach(), out["answers"], out["probe"], out["gaze"]]))
         return out["loss"]
 
     def save_model(self, output_dir=None, _internal_call=False):
@@ -490,6 +577,12 @@ class BaseTrainer(Trainer):
 
 # ---------------------------------------------------------------------------------------------------------------
 # What is seen of a run: bar, log, curves, quick evaluation, files
+
+
+def elapsed(begin: float, args: TrainingArguments) -> float:
+    """Seconds since `begin` (`time.monotonic()`), the first process's: all must agree on what the clock says."""
+    seconds = torch.tensor(time.monotonic() - begin)
+    return float(broadcast(seconds.to(args.device)) if args.world_size > 1 else seconds)
 
 
 class Report(TrainerCallback):
@@ -510,10 +603,7 @@ class Report(TrainerCallback):
             "{l_bar}{bar}| [{elapsed}<{remaining}{postfix}]"), mininterval=5)  # fmt: skip
 
     def on_step_end(self, args, state, control, **_):
-        seconds = torch.tensor(self.seconds0 + time.monotonic() - self.begin, dtype=torch.float64)
-        if self.plan.world > 1:  # all processes must agree on what the clock says
-            seconds = broadcast(seconds.float().to(args.device)).cpu()
-        seconds = float(seconds)
+        seconds = self.seconds0 + elapsed(self.begin, args)
         self.pictures += self.trainer.batch_pictures * self.plan.world
         self.plan.advance(self.pictures, seconds)
         over = self.plan.progress >= 1 or state.global_step >= self.plan.total_steps
@@ -538,17 +628,20 @@ class Report(TrainerCallback):
             file.write(json.dumps(row) + "\n")
 
     def log(self, state, seconds: float):
-        losses = torch.stack(self.trainer.losses).nanmean(0).tolist()  # no answers while the tower learns alone
+        loss, answers, probe, gaze = torch.stack(self.trainer.losses).unbind(1)
         self.trainer.losses.clear()
-        if not math.isfinite(losses[0]):
-            raise FloatingPointError(f"The loss is {losses[0]} at step {state.global_step}: lower --lr.")
+        if not loss.mean().isfinite():
+            raise FloatingPointError(f"The loss is {loss.mean()} at step {state.global_step}: lower --lr.")
+        answers, gaze = (  # none while the tower learns alone
+            round(float(x.nanmean()), 4) if x.isfinite().any() else None for x in (answers, gaze)
+        )
         span = max(seconds - self.logged, 1e-9)
         row = {
             "step": state.global_step, "pictures": self.pictures, "seconds": round(seconds, 1),
             "progress": round(self.plan.progress, 4), "size": self.trainer.batch_size_px,
             "batch": self.trainer.batch_pictures, "lr": self.plan.rate() * self.args.lr,
-            "loss": round(losses[0], 4), "answers": round(losses[1], 4) if math.isfinite(losses[1]) else None,
-            "probe": round(losses[2], 4),
+            "loss": round(float(loss.mean()), 4), "answers": answers, "probe": round(float(probe.mean()), 4),
+            "gaze": gaze,
             "pictures_per_second": round((self.pictures - self.logged_pictures) / span, 1),
             "waiting": round(self.trainer.waited / span, 3),  # share of the time spent waiting for the workers
         }  # fmt: skip
@@ -557,7 +650,7 @@ class Report(TrainerCallback):
         self.logged, self.logged_pictures, self.trainer.waited = seconds, self.pictures, 0.0
         if state.is_world_process_zero:
             self.write(row)
-            self.bar.set_postfix(self.last_answers | {k: row[k] for k in ("loss", "answers", "probe", "size")})
+            self.bar.set_postfix(self.last_answers | {k: row[k] for k in ("loss", "answers", "probe", "gaze", "size")})
             self.bar.update(100 * self.plan.progress - self.bar.n)
 
     def evaluate(self, state, seconds: float):
@@ -605,8 +698,8 @@ def plot_curves(log: Path, png: Path):
     evals = [r for r in rows if "accuracy" in r]
     clock = np.array(sorted((r["seconds"], r["pictures"]) for r in losses)).T  # an evaluation knows only its second
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
-    for name in ("answers", "probe"):
-        left.plot([r["pictures"] for r in losses], np.array([r[name] for r in losses], float), label=name)
+    for name in ("answers", "probe", "gaze"):
+        left.plot([r["pictures"] for r in losses], np.array([r.get(name) for r in losses], float), label=name)
     left.set(xlabel="pictures", ylabel="loss", yscale="log")
     left.legend()
     for name in sorted({name for r in evals for name in r["accuracy"]}):
@@ -673,7 +766,7 @@ def train(args: argparse.Namespace):
         plan, processor, seed=args.seed, questions=args.questions, start=start, rank=settings.process_index,
         shrink=args.shrink,
     )  # fmt: skip
-    learner = Learner(quicken(model, on_cpu), processor.tokenizer, args.probe)
+    learner = Learner(quicken(model, on_cpu), processor.tokenizer, args.probe, args.gaze)
     if args.drop:
         learner.allocate = Dropping(plan, args.drop, args.drop_from, args.seed)
     if args.compile:
