@@ -10,7 +10,9 @@ import os
 from pathlib import Path
 
 from arr_coc.checkpoints.make_tiny import TINY
+from benchmarks.scenes import SPLITS
 from training import arr_coc, base
+from training.plan import Stage
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +47,7 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     p.add_argument("--resume", action="store_true", help="go on from the last state; seeds are not repeated")
     p.add_argument("--state", type=Path, help="folder of the state to resume from (default OUT/state; 90 MB)")
     stages = f"default with a GPU: {' '.join(base.CUDA_STAGES)}; without: {' '.join(base.CPU_STAGES)}"
-    p.add_argument("--stage", type=base.Stage.parse, action="append", metavar="SIZE:BATCH:WEIGHT[:tower]", help=stages)
+    p.add_argument("--stage", type=Stage.parse, action="append", metavar="SIZE:BATCH:WEIGHT[:tower]", help=stages)
     p.add_argument("--pictures", type=int, default=0, help="length of the whole run in pictures")
     p.add_argument("--seconds", type=float, default=0, help="length of the whole run in seconds of training")
     p.add_argument("--pause-after", type=float, default=0, help="save and leave after this many seconds; then --resume")
@@ -82,7 +84,7 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     e.set_defaults(run=base.evaluate)
     e.add_argument("--model", type=Path, default=TINY)
     e.add_argument("--files", type=Path, default=TINY, help="folder of the processor's and tokenizer's files")
-    e.add_argument("--split", default="normal", choices=base.scenes.SPLITS)
+    e.add_argument("--split", default="normal", choices=SPLITS)
     e.add_argument("--n", type=int, default=2000, help="questions")
     e.add_argument("--size", type=int, default=512, help="side of the pictures, pixels")
     e.add_argument("--batch", type=int, default=32)

@@ -17,13 +17,16 @@ from arr_coc.checkpoints import make_tiny
 from arr_coc.train import parser
 from benchmarks import scenes
 from training import arr_coc, base
+from training.batches import Conversations, Scenes, answer_mask, rope_positions
+from training.learning import Learner, drop_cells, pixel_values, quicken
+from training.plan import Plan, Stage
 
 SIZE = 128
 
 
 @pytest.fixture(scope="module")
 def data(processor):
-    return base.Scenes(base.Plan([base.Stage(SIZE, 3, 12)]), processor, seed=0, questions=4)
+    return Scenes(Plan([Stage(SIZE, 3, 12)]), processor, seed=0, questions=4)
 
 
 @pytest.fixture(scope="module")
@@ -125,7 +128,7 @@ def test_sizes_within_limits_pass_unresized(processor, size):
 
 def test_pixel_values_equal_the_processors(processor, batch, made):
     stock = processor.image_processor([Image.fromarray(s.image) for s in made], return_tensors="pt")["pixel_values"]
-    torch.testing.assert_close(base.pixel_values(batch["images"]), stock, rtol=0, atol=1e-6)
+    torch.testing.assert_close(pixel_values(batch["images"]), stock, rtol=0, atol=1e-6)
 
 
 def test_ids_and_positions_equal_stock(processor, batch, made):
@@ -153,7 +156,7 @@ def test_rope_positions_of_an_oblong_picture(processor):
     )  # fmt: skip
     first = int((inputs["input_ids"][0] == processor.image_token_id).int().argmax())
     stock, _ = model.model.get_rope_index(inputs["input_ids"], inputs["mm_token_type_ids"], inputs["image_grid_thw"])
-    mine = base.rope_positions(inputs["input_ids"].shape[1], first, (3, 5))
+    mine = rope_positions(inputs["input_ids"].shape[1], first, (3, 5))
     assert np.array_equal(mine, stock[:, 0].numpy())
 
 
@@ -170,10 +173,10 @@ def test_labels_are_the_answers_alone(processor, batch, made):
 
 
 def test_two_processes_and_steps_share_no_seed(processor):
-    plan = base.Plan([base.Stage(128, 2, 1), base.Stage(160, 3, 1)], pictures=60, world=2)
+    plan = Plan([Stage(128, 2, 1), Stage(160, 3, 1)], pictures=60, world=2)
     seen = []
     for rank in range(2):
-        data = base.Scenes(plan, processor, seed=1, questions=1, rank=rank)
+        data = Scenes(plan, processor, seed=1, questions=1, rank=rank)
         data.scene = lambda seed, split, size: seen.append(seed)
         data.collate = lambda batch, times: {"pictures": len(batch)}
         steps = [b["pictures"] for b in data]
@@ -188,33 +191,33 @@ def test_two_processes_and_steps_share_no_seed(processor):
 @pytest.mark.parametrize("on_cpu", [True, False])
 def test_learner_equals_stock(processor, batch, made, on_cpu):
     """Folded attention, linear patch embedding and precomputed tables: the logits of answers are stock's."""
-    learner = base.Learner(base.quicken(fresh_model(processor), on_cpu), processor.tokenizer).eval()
+    learner = Learner(quicken(fresh_model(processor), on_cpu), processor.tokenizer).eval()
     mine = learner(**batch, return_logits=True)["logits"]
     stock_model, theirs = fresh_model(processor), []
     header, end = learner_header(processor)
     for scene in made:
         inputs = processor.apply_chat_template(messages(scene), tokenize=True, return_dict=True, return_tensors="pt")
         ids = inputs["input_ids"][0].numpy()
-        theirs.append(stock_model(**inputs).logits[0, np.flatnonzero(base.answer_mask(ids, header, end)) - 1])
+        theirs.append(stock_model(**inputs).logits[0, np.flatnonzero(answer_mask(ids, header, end)) - 1])
     torch.testing.assert_close(mine, torch.cat(theirs), rtol=1e-4, atol=1e-5)
 
 
 def learner_header(processor):
-    talk = base.Conversations(processor)
+    talk = Conversations(processor)
     return talk.header, talk.end
 
 
 @torch.no_grad()
 def test_dropping_cells_equals_masking_them_in_the_language_model(processor, data):
     """What is left stands where it stood: same ids, places, labels and predictions' addresses."""
-    learner = base.Learner(base.quicken(fresh_model(processor)), processor.tokenizer).train()
+    learner = Learner(quicken(fresh_model(processor)), processor.tokenizer).train()
     scene = data.scene(5, "train", SIZE)
     batch = data.collate([scene])
     taken = {}
 
     def allocate(inputs):
         before = {k: v.clone() if torch.is_tensor(v) else v for k, v in inputs.items()}
-        base.drop_cells(inputs, 0.5, torch.Generator().manual_seed(0))
+        drop_cells(inputs, 0.5, torch.Generator().manual_seed(0))
         taken.update(before=before, after=dict(inputs))
 
     learner.allocate = allocate
@@ -283,13 +286,13 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
 def test_in_a_tower_stage_the_tower_and_the_words_alone_learn(processor, tmp_path):
     rows = run(tmp_path, "--stage", "128:2:1:tower")  # before it, the test's own stage
     assert rows[0]["answers"] > 0 and rows[-1]["answers"] is None and rows[-1]["loss"] == rows[-1]["probe"] > 0
-    learner = base.Learner(base.quicken(fresh_model(processor)), processor.tokenizer)
-    plan = base.Plan([base.Stage(SIZE, 2, 2, tower_only=True)])
-    learner(**next(iter(base.Scenes(plan, processor, seed=0, questions=2))))["loss"].backward()
+    learner = Learner(quicken(fresh_model(processor)), processor.tokenizer)
+    plan = Plan([Stage(SIZE, 2, 2, tower_only=True)])
+    learner(**next(iter(Scenes(plan, processor, seed=0, questions=2))))["loss"].backward()
     learned = {name for name, p in learner.model.named_parameters() if p.grad is not None}
     assert all("visual" in name or "embed_tokens" in name for name in learned) and len(learned) > 50
     with pytest.raises(ValueError, match="a stage is SIZE:BATCH:WEIGHT or SIZE:BATCH:WEIGHT:tower, not '128:2:1:eyes'"):
-        base.Stage.parse("128:2:1:eyes")
+        Stage.parse("128:2:1:eyes")
 
 
 def test_the_probe_names_what_stands_in_cells_in_the_models_own_words(processor, data):
@@ -303,7 +306,7 @@ def test_the_probe_names_what_stands_in_cells_in_the_models_own_words(processor,
         assert (text >= 0) == (thing in signs)
         if text >= 0:
             assert scene.objects[thing].text.startswith(processor.tokenizer.decode([text]))
-    learner = base.Learner(fresh_model(processor), processor.tokenizer)
+    learner = Learner(fresh_model(processor), processor.tokenizer)
     words = learner.model.get_input_embeddings().weight.detach()
     right = torch.zeros(cells["kind"].size, words.shape[1])
     for name in ("kind", "colour"):
@@ -316,7 +319,7 @@ def test_the_probe_names_what_stands_in_cells_in_the_models_own_words(processor,
 
 def test_middle_layers_are_taught_to_look_at_the_evidence(processor, batch, made):
     """From the question's last word and from all that predicts its answer, at the boxes' cells and nowhere else."""
-    talk, ids = base.Conversations(processor), batch["input_ids"].flatten()
+    talk, ids = Conversations(processor), batch["input_ids"].flatten()
     row = 0
     for scene in made:
         said = int(sum(len(talk.tokenizer(q.answer).input_ids) + 1 for q in scene.questions))
@@ -336,7 +339,7 @@ def test_middle_layers_are_taught_to_look_at_the_evidence(processor, batch, made
         row += len(look)
     assert row == len(batch["evidence"]) > 0
 
-    learner = base.Learner(base.quicken(fresh_model(processor)), processor.tokenizer)
+    learner = Learner(quicken(fresh_model(processor)), processor.tokenizer)
     first, cells = batch["first"], batch["evidence"].shape[1]
     keys = torch.zeros(*batch["input_ids"].shape, cells)
     keys[:, first : first + cells] = torch.eye(cells)

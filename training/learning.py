@@ -1,0 +1,269 @@
+"""The small Qwen3-VL as it learns: stock's weights and results, made fit for many small pictures, and its losses.
+
+Patches are cut and normalised on the device, equal to the processor's pixel_values; what the tower would ask the host
+for (its grids' tables) is computed once for each size.
+"""
+
+import os
+from collections.abc import Callable
+from functools import lru_cache, partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from transformers import AttentionInterface, Qwen3VLForConditionalGeneration
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
+
+from arr_coc.checkpoints.make_tiny import tiny_config
+from arr_coc.patches import to_patches
+from benchmarks import scenes
+
+from .plan import Plan
+
+
+def pixel_values(images: Tensor) -> Tensor:
+    """uint8 pictures `[B, H, W, 3]` -> Qwen3-VL's normalised rows `[B * patches, 1536]`, float, as its processor's."""
+    rows = torch.vmap(partial(to_patches, patch_size=16, temporal_patch_size=2, merge_size=2))(images.movedim(3, 1))
+    return (rows.flatten(0, 1).float() - 127.5) / 127.5  # mean and deviation of 0.5 on a range of 255
+
+
+@lru_cache(maxsize=16)
+def tower_inputs(n: int, size: tuple[int, int], table_side: int, device: torch.device) -> dict[str, Tensor]:
+    """What the tower computes from `grid_thw` with host round trips, for `n` pictures of one `size` (height, width)."""
+    h, w = size[0] // 16, size[1] // 16
+    grid = torch.tensor([[1, h, w]])
+    taps, weights = get_vision_interpolation_indices_and_weights(
+        grid, num_grid_per_side=table_side, mode="bilinear", align_corners=True, spatial_merge_size=2
+    )
+    places = get_vision_position_ids(grid, 2)
+    tables = {
+        "grid_thw": grid.repeat(n, 1),
+        "interp_indices": taps.repeat(n, 1),  # [n * patches, 4]
+        "interp_weights": weights.repeat(n, 1),  # [n * patches, 4]
+        "position_ids": places.repeat(n, 1),  # [n * patches, 2]
+        "cu_seqlens": torch.arange(n + 1, dtype=torch.int32) * (h * w),
+    }
+    return {**{name: table.to(device) for name, table in tables.items()}, "max_seqlen": h * w}
+
+
+def folded_attention(module, query, key, value, attention_mask=None, *, scaling, dropout=0.0, max_length_q, **_):
+    """Attention within pictures of equal length, as one batch instead of stock's loop over them.
+
+    Takes the flash interface's packed `[1, heads, pictures * length, d]`; every picture has `max_length_q` patches.
+    """
+    q, k, v = (x[0].transpose(0, 1).unflatten(0, (-1, max_length_q)).transpose(1, 2) for x in (query, key, value))
+    out = F.scaled_dot_product_attention(q, k, v, scale=scaling, dropout_p=dropout)  # [pictures, heads, length, d]
+    return out.transpose(1, 2).flatten(0, 1).unsqueeze(0), None
+
+
+class LinearPatchEmbed(nn.Module):
+    """The tower's patch embedding as the matrix product that its non-overlapping Conv3d is; shares the weights."""
+
+    def __init__(self, embed: nn.Module):
+        super().__init__()
+        self.proj = embed.proj
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return F.linear(rows, self.proj.weight.flatten(1), self.proj.bias)
+
+
+def overheard(attention: Callable) -> Callable:
+    """An attention that leaves its queries and keys, `[B, heads, L, d]`, with its module: `Learner.gaze` reads them."""
+
+    @torch.compiler.disable  # compiled, each length would be compiled anew
+    def attend(module, query, key, *rest, **options):
+        module.overheard = query, key
+        return attention(module, query, key, *rest, **options)
+
+    return attend
+
+
+def causal_attention(module, query, key, value, attention_mask=None, *, scaling, dropout=0.0, **_):
+    """Causal attention `[B, heads, L, d]` as matrix products over blocks of 64 queries. No padding on the left.
+
+    On a CPU, forward and backward in bfloat16 take 0.44 of torch's fused kernel (64 x 8 heads x 192 tokens of 32).
+    """
+    b, heads, length, d = query.shape
+    repeats = heads // key.shape[1]
+    q = query.reshape(b * heads, length, d)
+    k, v = (x.repeat_interleave(repeats, 1).view(b * heads, length, d) for x in (key, value))
+    out = []
+    for start in range(0, length, 64):
+        end = min(start + 64, length)
+        later = q.new_full((end - start, end), float("-inf")).triu(start + 1)
+        scores = torch.baddbmm(later, q[:, start:end], k[:, :end].transpose(1, 2), alpha=scaling)
+        out.append(torch.bmm(scores.softmax(-1), v[:, :end]))
+    return torch.cat(out, 1).view(b, heads, length, d).transpose(1, 2), None
+
+
+def quicken(model: Qwen3VLForConditionalGeneration, on_cpu: bool = True) -> Qwen3VLForConditionalGeneration:
+    """Make the model fit for many small pictures a batch. For training on `tower_inputs` only; same weights, same
+    results. ("flash" in the name selects the tower's packed path.)"""
+    AttentionInterface.register("folded_flash", folded_attention)
+    model.model.visual.config._attn_implementation = "folded_flash"
+    model.model.visual.patch_embed = LinearPatchEmbed(model.model.visual.patch_embed)
+    attention = causal_attention if on_cpu else sdpa_attention_forward
+    AttentionInterface.register("overheard", overheard(attention))
+    model.model.language_model.config._attn_implementation = "overheard"
+    return model
+
+
+def drop_cells(inputs: dict, share: float, generator: torch.Generator):
+    """Keep a random `share` of each picture's visual tokens, at their true places, before the tower. In place.
+
+    How strongly cells with something in them are preferred is random per picture, from not at all to always, so that
+    the base meets both what blind and what good selection leaves it.
+    """
+    labels, first, tower = inputs["kind"], inputs["first"], inputs["tower"]
+    b, cells = labels.shape
+    keep = max(1, round(share * cells))
+    draw = partial(torch.rand, generator=generator, device=labels.device)
+    kept = (draw(b, cells) + (labels > 0) * draw(b, 1)).topk(keep).indices.sort(1).values  # [B, keep]
+    row = torch.arange(b, device=labels.device)[:, None]
+
+    def of_cells(patches: Tensor) -> Tensor:  # [B * cells * 4, c] -> [B * keep * 4, c]
+        return patches.view(b, cells, -1)[row, kept].view(b * keep * 4, -1)
+
+    inputs["patches"] = of_cells(inputs["patches"])
+    tower = {**tower, **{k: of_cells(tower[k]) for k in ("interp_indices", "interp_weights", "position_ids")}}
+    tower["cu_seqlens"] = torch.arange(b + 1, dtype=torch.int32, device=labels.device) * (keep * 4)
+    inputs["tower"] = {**tower, "max_seqlen": keep * 4}
+
+    def of_tokens(sequence: Tensor) -> Tensor:  # [..., B, L] -> [..., B, L - cells + keep]
+        pictures = sequence[..., first : first + cells]
+        chosen = pictures.gather(-1, kept.expand(*pictures.shape[:-1], keep))
+        return torch.cat([sequence[..., :first], chosen, sequence[..., first + cells :]], -1)
+
+    at, length = inputs["answer_index"], inputs["input_ids"].shape[1]
+    inputs["answer_index"] = at - (at // length + 1) * (cells - keep)
+    inputs["input_ids"], inputs["position_ids"] = of_tokens(inputs["input_ids"]), of_tokens(inputs["position_ids"])
+    inputs |= {name: inputs[name].gather(1, kept) for name in ("kind", "colour", "text")}
+    inputs["where"] = inputs["where"][row, kept]
+    look = inputs["look_index"]
+    seen = inputs["evidence"].gather(1, kept[look // length])
+    inputs["evidence"] = seen / seen.sum(1, keepdim=True).clamp(min=1e-6)
+    inputs["look_index"] = look - (look // length + 1) * (cells - keep)
+
+
+class Dropping:
+    """Calls `drop_cells` on a `chance` of batches once the plan is past `after`; the same batches whenever resumed."""
+
+    def __init__(self, plan: Plan, chance: float, after: float, seed: int):
+        self.plan, self.chance, self.after, self.seed = plan, chance, after, seed
+
+    def __call__(self, inputs: dict):
+        dice = np.random.default_rng([self.seed, self.plan.done_pictures])
+        if self.plan.progress < self.after or dice.random() > self.chance:
+            return
+        generator = torch.Generator(inputs["kind"].device).manual_seed(int(dice.integers(2**62)))
+        drop_cells(inputs, float(np.exp(dice.uniform(np.log(0.05), np.log(0.9)))), generator)
+
+
+class Learner(nn.Module):
+    """Qwen3-VL and its training-only probe: what stands in each cell must be read off the merger's output, in words.
+
+    A cell's vector times the embeddings of the names of kinds and colours, and of a sign's first token, must pick the
+    right ones, and a linear layer the digits of the thing's centre. Vision so speaks the language model's words from
+    the start. And two heads of each middle layer must look where the answer lies (`gaze`), as those of large models
+    come to do by themselves. Nothing of this is part of the checkpoint.
+    """
+
+    def __init__(
+        self, model: Qwen3VLForConditionalGeneration, tokenizer, probe_weight: float = 0.5, gaze_weight: float = 0.5
+    ):
+        super().__init__()
+        self.model, self.probe_weight, self.gaze_weight = model, probe_weight, gaze_weight
+        layers = model.model.language_model.layers
+        self.lookers = [layer.self_attn for layer in layers[(len(layers) - 1) // 2 : -1]]  # 2, 3 and 4 of six
+        for name, words in (("kind", scenes.KINDS), ("colour", scenes.COLOURS)):  # as answers, and inside sentences
+            ids = [[tokenizer(form).input_ids[0] for form in (word, f" {word}")] for word in words]
+            self.register_buffer(name, torch.tensor(ids), persistent=False)
+        self.nothing = nn.Parameter(torch.zeros(2, model.config.text_config.hidden_size))  # an empty cell's "word"
+        self.where = nn.Linear(model.config.text_config.hidden_size, 4 * 10)
+        self.allocate: Callable[[dict], None] | None = None  # may shorten a batch in place; see `drop_cells`
+
+    def probe(self, cells: Tensor, labels: dict) -> Tensor:
+        """Loss of naming what is in cells `[n, d]`; labels `[B, cells]`: kind, colour (0 empty), text (-100 none)."""
+        words = self.model.get_input_embeddings().weight
+        weight = torch.where(labels["kind"].flatten() > 0, 1.0, 0.1)
+        loss = F.cross_entropy((cells @ words.T).float(), labels["text"].flatten(), reduction="sum")
+        loss = loss / (labels["text"] >= 0).sum().clamp(min=1)
+        for nothing, name in zip(self.nothing, ("kind", "colour"), strict=True):
+            names = torch.cat([nothing[None], words[getattr(self, name)].mean(1)])
+            each = F.cross_entropy((cells @ names.T).float(), labels[name].flatten(), reduction="none")
+            loss = loss + (each * weight).sum() / weight.sum()
+        things = labels["kind"].flatten() > 0
+        digits = self.where(cells[things]).float().unflatten(1, (4, 10)).flatten(0, 1)
+        each = F.cross_entropy(digits, labels["where"].flatten(0, 1)[things].flatten(), reduction="sum")
+        return loss + each / max(len(digits), 1)
+
+    def gaze(self, inputs: dict) -> Tensor:
+        """Cross-entropy from the evidence to where the first group of heads of each middle layer looks in the picture.
+
+        Supervised attention (Liu et al. 2016, for translation): over the picture's cells alone, so how much a head
+        looks at the picture at all stays free.
+        """
+        has = inputs["evidence"].sum(1) > 0
+        evidence, look = inputs["evidence"][has], inputs["look_index"][has]
+        b, cells = look // inputs["input_ids"].shape[1], slice(inputs["first"], inputs["first"] + evidence.shape[1])
+        loss = evidence.new_zeros(())
+        for attention in self.lookers:
+            query, key = attention.overheard
+            group = query.shape[1] // key.shape[1]
+            q = query[:, :group].transpose(1, 2).flatten(0, 1)[look]  # [m, group, d]
+            scores = torch.einsum("mgd,mcd->mgc", q, key[:, 0, cells][b]).float() * attention.scaling
+            loss = loss - (evidence[:, None] * scores.log_softmax(-1)).sum(-1).mean(-1).sum()
+            del attention.overheard
+        return loss / (len(self.lookers) * max(len(evidence), 1))
+
+    def forward(self, images: Tensor, return_logits: bool = False, tower_only: bool = False, **inputs):
+        """One batch of `Scenes.collate` -> losses (scalars), and the answers' logits `[n, vocabulary]` if asked."""
+        stock = self.model.model
+        n, height, width, _ = images.shape
+        inputs["patches"] = pixel_values(images)
+        inputs["tower"] = tower_inputs(n, (height, width), stock.visual.num_grid_per_side, images.device)
+        if self.allocate is not None and self.training:
+            self.allocate(inputs)
+        seen = stock.visual(inputs["patches"], return_dict=True, **inputs["tower"])
+        cells = seen.pooler_output  # [B * cells, d]
+        probe = self.probe(cells, inputs)
+        if tower_only:
+            none = probe.new_tensor(torch.nan)
+            return {"loss": probe, "answers": none, "probe": probe.detach(), "gaze": none}
+        seen.pooler_output, seen.deepstack_features = (cells,), [(f,) for f in seen.deepstack_features]
+        # Padding stands on the right, where causal attention never looks from: no mask is needed.
+        said = stock(
+            input_ids=inputs["input_ids"],
+            position_ids=inputs["position_ids"],
+            mm_encoder_outputs={"image": seen},
+            use_cache=False,
+        ).last_hidden_state
+        logits = self.model.lm_head(said.flatten(0, 1)[inputs["answer_index"]]).float()
+        answers = F.cross_entropy(logits, inputs["answer_target"])
+        gaze = self.gaze(inputs)
+        losses = {"loss": answers + self.probe_weight * probe + self.gaze_weight * gaze}
+        losses |= {"answers": answers.detach(), "probe": probe.detach(), "gaze": gaze.detach()}
+        return {**losses, "logits": logits} if return_logits else losses
+
+
+def small_model(processor, folder: Path | None = None) -> Qwen3VLForConditionalGeneration:
+    """The small Qwen3-VL in float32, fresh or with a folder's weights. Weights of an add-on beside them are left."""
+    model = Qwen3VLForConditionalGeneration(tiny_config(processor.tokenizer))
+    if folder:
+        lacking, _ = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+        if set(lacking) - {"lm_head.weight"}:  # the head is the embedding
+            raise ValueError(f"{folder} lacks weights: {sorted(lacking)[:3]} ...")
+    return model
+
+
+def save_weights(model: Qwen3VLForConditionalGeneration, folder: Path):
+    """model.safetensors in bfloat16, as one: a reader sees the old file or the new one. The tied head is left out."""
+    weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
+    weights.pop("lm_head.weight")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, folder / "model.safetensors.part", metadata={"format": "pt"})
+    os.replace(folder / "model.safetensors.part", folder / "model.safetensors")
