@@ -13,24 +13,21 @@ Arrays may be numpy arrays or tensors of any dtype and device. A grid is `(h, w)
 Pictures are drawn for twice the density of the screen, so their text is large.
 """
 
-import re
-from bisect import bisect
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 
 import numpy as np
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw
+
+from .sheets import ACCENT, INK, LINE, MUTED, PAPER, WIDTH, fit, font_for, panel, sheet
 
 CELL = 32  # px that one token shows at scale 1
-PAPER, INK, MUTED, LINE = (252, 252, 250), (28, 32, 44), (104, 111, 125), (222, 224, 226)
-SCALE_COLOURS = {1: (232, 89, 12), 2: (12, 133, 153), 4: (76, 81, 191)}  # others take the last
+SCALE_COLOURS = {1: ACCENT, 2: (12, 133, 153), 4: (76, 81, 191)}  # others take the last
 NOTES = {
     "propositional": "what information is here",
     "perspectival": "what stands out from here",
     "participatory": "what this question asks for here",
 }
 _HEAT = np.array([(20, 16, 48), (74, 26, 112), (152, 38, 122), (218, 72, 88), (248, 138, 60), (255, 226, 128)])
-_WIDTH, _GAP, _MARGIN = 560, 32, 48  # of a panel, between panels, around the sheet
 
 
 def heat(values) -> np.ndarray:
@@ -55,7 +52,7 @@ def score_maps(image: Image.Image, maps: Mapping[str, object]) -> Image.Image:
     """Labelled panels in a row, one for each `{name: [h, w] in [0, 1]}`."""
     if not maps:
         raise ValueError("maps is empty: pass at least one {name: [h, w]}.")
-    return _sheet([_score_panels(image, maps)])
+    return sheet([_score_panels(image, maps)])
 
 
 def what_the_model_sees(image: Image.Image, allocation, grid: Sequence[int]) -> Image.Image:
@@ -84,7 +81,7 @@ def homunculus(image: Image.Image, allocation, grid: Sequence[int]) -> Image.Ima
 
     The name is Penfield's (1937): the body as the cortex draws it, fingers large and back small.
     """
-    return _sheet([_homunculus_panels(image, *_tokens(allocation, grid))])
+    return sheet([_homunculus_panels(image, *_tokens(allocation, grid))])
 
 
 def tension_bars(tensions: Mapping[str, float]) -> Image.Image:
@@ -92,7 +89,7 @@ def tension_bars(tensions: Mapping[str, float]) -> Image.Image:
     if not tensions:
         raise ValueError("tensions is empty: pass at least one {'left↔right': v}.")
     row, pad = 104, 28
-    bars = Image.new("RGB", (_WIDTH, row * len(tensions) + 8), PAPER)
+    bars = Image.new("RGB", (WIDTH, row * len(tensions) + 8), PAPER)
     draw = ImageDraw.Draw(bars)
     for i, (name, value) in enumerate(tensions.items()):
         left, arrow, right = name.partition("↔")
@@ -100,14 +97,14 @@ def tension_bars(tensions: Mapping[str, float]) -> Image.Image:
         if not arrow or not 0 <= value <= 1:
             raise ValueError(f"tensions hold {name!r}: {value}: pass 'left↔right' and a value in [0, 1].")
         y = row * i + 66
-        at = pad + value * (_WIDTH - 2 * pad)
-        for text, place, anchor, mine in ((left, 0, "ls", value < 0.5), (right, _WIDTH, "rs", value > 0.5)):
-            draw.text((place, y - 30), text, INK if mine else MUTED, _font(26), anchor)
-        draw.rounded_rectangle((0, y - 4, _WIDTH, y + 4), 4, LINE)
-        draw.rounded_rectangle((*sorted((_WIDTH / 2, at))[:1], y - 4, max(_WIDTH / 2, at), y + 4), 4, SCALE_COLOURS[1])
-        draw.line((_WIDTH / 2, y - 14, _WIDTH / 2, y + 14), MUTED, 2)
-        draw.ellipse((at - 15, y - 15, at + 15, y + 15), SCALE_COLOURS[1], PAPER, 4)
-        draw.text((_WIDTH / 2, y - 30), f"{value:.2f}", MUTED, _font(22), "ms")
+        at = pad + value * (WIDTH - 2 * pad)
+        for text, place, anchor, mine in ((left, 0, "ls", value < 0.5), (right, WIDTH, "rs", value > 0.5)):
+            draw.text((place, y - 30), text, INK if mine else MUTED, font_for(26), anchor)
+        draw.rounded_rectangle((0, y - 4, WIDTH, y + 4), 4, LINE)
+        draw.rounded_rectangle((*sorted((WIDTH / 2, at))[:1], y - 4, max(WIDTH / 2, at), y + 4), 4, ACCENT)
+        draw.line((WIDTH / 2, y - 14, WIDTH / 2, y + 14), MUTED, 2)
+        draw.ellipse((at - 15, y - 15, at + 15, y + 15), ACCENT, PAPER, 4)
+        draw.text((WIDTH / 2, y - 30), f"{value:.2f}", MUTED, font_for(22), "ms")
     return bars
 
 
@@ -125,32 +122,32 @@ def summary(
     """Everything on one sheet, under the question and `{who: answer}` and above the `caption`."""
     image = _picture(image)
     allocation, grid = _tokens(allocation, grid)
-    size = _fit(image.size)
+    size = fit(image.size)
     shown = image.resize(size, Image.Resampling.LANCZOS)
     of = f"{len(allocation):,} of {grid[0] * grid[1]:,} tokens ({len(allocation) / (grid[0] * grid[1]):.0%})"
     seen = what_the_model_sees(image, allocation, grid)
     top = [
-        _panel(shown, "The image", f"{image.width:,} x {image.height:,} px"),
-        _panel(relevance_overlay(shown, relevance), "Relevance", "where this question looks", key=True),
-        _panel(seen, "What the model sees", of),
+        panel(shown, "The image", f"{image.width:,} x {image.height:,} px"),
+        panel(relevance_overlay(shown, relevance), "Relevance", "where this question looks", key=_key()),
+        panel(seen, "What the model sees", of),
     ]
     last = [*_homunculus_panels(image, allocation, grid)]
     if tensions:
-        last.append(_panel(tension_bars(tensions), "Tensions", "what is weighed against what"))
-    return _sheet([top, _score_panels(shown, maps), last], question, answers, caption)
+        last.append(panel(tension_bars(tensions), "Tensions", "what is weighed against what"))
+    return sheet([top, _score_panels(shown, maps), last], question, answers, caption)
 
 
 def _score_panels(image: Image.Image, maps: Mapping[str, object]) -> list[Image.Image]:
     overlays = {name: relevance_overlay(image, _map(name, values)) for name, values in maps.items()}
-    return [_panel(overlay, n.capitalize(), NOTES.get(n, ""), key=True) for n, overlay in overlays.items()]
+    return [panel(overlay, n.capitalize(), NOTES.get(n, ""), key=_key()) for n, overlay in overlays.items()]
 
 
 def _homunculus_panels(image: Image.Image, allocation: np.ndarray, grid: tuple[int, int]) -> list[Image.Image]:
     scales, counts = np.unique(allocation[:, 0], return_counts=True)
     legend = [(_colour(s), f"{n} at scale {s}") for s, n in zip(scales.tolist(), counts, strict=True)]
     return [
-        _panel(token_map(image, allocation, grid), "Tokens", legend or "none"),
-        _panel(magnified(image, allocation, grid), "Homunculus", "each place as large as its share of tokens"),
+        panel(token_map(image, allocation, grid), "Tokens", legend or "none"),
+        panel(magnified(image, allocation, grid), "Homunculus", "each place as large as its share of tokens"),
     ]
 
 
@@ -158,7 +155,7 @@ def token_map(image: Image.Image, allocation, grid: Sequence[int]) -> Image.Imag
     """Every token's outline over the faded image, coloured by scale."""
     allocation, (h, w) = _tokens(allocation, grid)
     image = _picture(image)
-    cell = max(6, round(2 * _WIDTH / w))
+    cell = max(6, round(2 * WIDTH / w))
     faded = np.asarray(image.convert("L").resize((w * cell, h * cell), Image.Resampling.LANCZOS))[..., None]
     picture = _image(faded * 0.45 + np.array(PAPER) * 0.52)
     fill = picture.copy()
@@ -199,7 +196,7 @@ def _warp(image: Image.Image, density: np.ndarray) -> Image.Image:
             before, after = (np.take(density, np.clip(np.arange(n) + k, 0, n - 1), axis) for k in (-1, 1))
             density = (before + 2 * density + after) / 4
     density = 0.75 * density / max(density.mean(), 1e-9) + 0.25
-    width, height = (2 * n for n in _fit(image.size))
+    width, height = (2 * n for n in fit(image.size))
     source = np.asarray(image.resize((width, height), Image.Resampling.LANCZOS)).astype(np.float32)
     places = [(np.arange(n) + 0.5) / n for n in (height, width)]
     rows = _invert(density.sum(1), places[0])  # [height], in cells
@@ -228,93 +225,12 @@ def _between(values: np.ndarray, at: np.ndarray) -> np.ndarray:
     return values[low] * (1 - mix) + values[np.minimum(low + 1, len(values) - 1)] * mix
 
 
-def _panel(picture: Image.Image, title: str, note: str | list, key: bool = False) -> Image.Image:
-    """A picture of the panel's width under its title and a note (a text, or colours and texts); `key` to the heat."""
-    picture = picture.resize(_fit(picture.size), Image.Resampling.LANCZOS)
-    panel = Image.new("RGB", (_WIDTH, picture.height + 88), PAPER)
-    draw = ImageDraw.Draw(panel)
-    draw.text((0, 34), title, INK, _font(30), "ls")
-    x = 0
-    for colour, text in [(None, note)] if isinstance(note, str) else note:
-        if colour:
-            draw.rounded_rectangle((x, 50, x + 18, 68), 3, colour)
-            x += 26
-        draw.text((x, 67), text, MUTED, _font(22), "ls")
-        x += draw.textlength(text, _font(22)) + 20
-    if key:
-        panel.paste(_image(np.tile(heat(np.linspace(0, 1, 120)), (12, 1, 1))), (_WIDTH - 140, 55))
-        for place, text, anchor in ((-148, "0", "rs"), (0, "1", "rs")):
-            draw.text((_WIDTH + place, 67), text, MUTED, _font(20), anchor)
-    panel.paste(picture, ((_WIDTH - picture.width) // 2, 88))
-    return panel
-
-
-def _sheet(rows: list, question: str = "", answers: Mapping[str, str] | None = None, caption: str = "") -> Image.Image:
-    """Rows of panels on paper, under the question and the answers and above the caption."""
-    rows = [row for row in rows if row]
-    width = max(len(row) for row in rows) * (_WIDTH + _GAP) - _GAP
-    indent = max((_font(30, who).getlength(who) for who in answers or ()), default=0) + 28
-    lines = [(line, _font(42, question), 63, 0, "") for line in _wrap(question, _font(42, question), width)]
-    for who, answer in (answers or {}).items():
-        wrapped = _wrap(answer, _font(30, answer), width - indent) or [""]
-        lines += [(line, _font(30, answer), 45, indent, who * (i == 0)) for i, line in enumerate(wrapped)]
-    foot = _wrap(caption, _font(24, caption), width)
-    height = sum(line[2] for line in lines) + sum(max(p.height for p in row) + _GAP for row in rows) + 36 * len(foot)
-    sheet = Image.new(
-        "RGB", (width + 2 * _MARGIN, height + 2 * _MARGIN - _GAP + 20 * (bool(lines) + bool(foot))), PAPER
-    )
-    draw, y = ImageDraw.Draw(sheet), _MARGIN
-    for text, font, tall, left, who in lines:
-        y += tall
-        draw.text((_MARGIN, y - tall // 3), who, SCALE_COLOURS[1], _font(30, who), "ls")
-        draw.text((_MARGIN + left, y - tall // 3), text, INK, font, "ls")
-    y += 20 * bool(lines)
-    for row in rows:
-        for i, panel in enumerate(row):
-            sheet.paste(panel, (_MARGIN + i * (_WIDTH + _GAP), y))
-        y += max(p.height for p in row) + _GAP
-    for i, line in enumerate(foot):
-        draw.text((_MARGIN, y + 36 * i + 24), line, MUTED, _font(24, caption), "ls")
-    return sheet
-
-
-def _wrap(text: str, font, width: float) -> list[str]:
-    """Lines of at most `width` px, broken at spaces; a word that is longer is broken where it must be."""
-    lines = []
-    for paragraph in text.splitlines():
-        line = ""
-        for word in re.findall(r"\S+|\s+", paragraph):
-            while font.getlength(line + word.rstrip()) > width:
-                if not line:
-                    fits = max(1, bisect(range(len(word)), width, key=lambda n: font.getlength(word[:n])) - 1)
-                    line, word = word[:fits], word[fits:]
-                lines, line, word = [*lines, line.strip()], "", word.lstrip()
-            line += word
-        lines.append(line.strip())
-    return lines
-
-
-@lru_cache
-def _font(size: int, text: str = ""):
-    """PIL's own font where it has the letters, else the widest of the machine's (or again PIL's)."""
-    if all(letter.isascii() or letter in "°±·‘’“”…" for letter in text):
-        return ImageFont.load_default(size)
-    for name in ("NotoSansCJK-Regular.ttc", "Arial Unicode.ttf", "msyh.ttc", "DejaVuSans.ttf", "Arial.ttf"):
-        try:
-            return ImageFont.truetype(name, size)
-        except OSError:
-            continue
-    return ImageFont.load_default(size)
-
-
 def _colour(scale: int) -> tuple[int, int, int]:
     return SCALE_COLOURS.get(scale, SCALE_COLOURS[4])
 
 
-def _fit(size: tuple[int, int]) -> tuple[int, int]:
-    """The largest size of the same shape within a panel (which is at most half again as tall as wide)."""
-    factor = min(_WIDTH / size[0], 1.5 * _WIDTH / size[1])
-    return max(1, round(size[0] * factor)), max(1, round(size[1] * factor))
+def _key() -> Image.Image:
+    return _image(np.tile(heat(np.linspace(0, 1, 120)), (12, 1, 1)))
 
 
 def _image(array: np.ndarray) -> Image.Image:

@@ -5,7 +5,7 @@ import pytest
 import torch
 from PIL import Image
 
-from arr_coc import visualizing
+from arr_coc import sheets, visualizing
 from arr_coc.visualizing import (
     heat,
     homunculus,
@@ -162,8 +162,8 @@ class TestSheets:
 
     @pytest.mark.parametrize("width", [30, 100, 400])
     def test_wrapped_lines_fit_and_lose_nothing(self, width):
-        text, font = "the quick  brown " + "x" * 90 + " jumps\nover\n\nit", visualizing._font(24)
-        lines = visualizing._wrap(text, font, width)
+        text, font = "the quick  brown " + "x" * 90 + " jumps\nover\n\nit", sheets.font_for(24)
+        lines = sheets.wrap(text, font, width)
         assert "".join("".join(lines).split()) == "".join(text.split())
         assert all(font.getlength(line) <= width for line in lines) and "" in lines
 
