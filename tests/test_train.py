@@ -265,6 +265,8 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(base.Report, "on_step_end", stop_at_three)
         assert len(run(tmp_path / "parts")) == 3
+    with open(tmp_path / "parts" / "log.jsonl", "a") as log:  # a step after the last state, done again
+        log.write(json.dumps({"step": 4, "loss": 9.9}) + "\n")
     parts = run(tmp_path / "parts", "--resume")
     keys = ("step", "pictures", "lr", "loss", "answers", "probe", "gaze")
     assert [[row[k] for k in keys] for row in parts] == [[row[k] for k in keys] for row in whole]

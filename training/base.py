@@ -190,6 +190,13 @@ class Report(TrainerCallback):
         self.bar.close()
 
 
+def begin_log(log: Path, step: int):
+    """Leaves the rows up to `step`: what a killed run logged after its last state is done, and logged, again."""
+    rows = log.read_text().splitlines(keepends=True) if log.exists() else []
+    (part := log.with_suffix(".part")).write_text("".join(row for row in rows if json.loads(row)["step"] <= step))
+    os.replace(part, log)
+
+
 def plot_curves(log: Path, png: Path):
     """log.jsonl -> a picture of losses and accuracies over pictures seen. Silent where matplotlib is missing."""
     try:
@@ -280,8 +287,7 @@ def train(args: argparse.Namespace):
             block.compile()
     trainer = BaseTrainer(learner, settings, train_dataset=data, plan=plan, workers=args.workers)
     if settings.process_index == 0:
-        if not checkpoint:
-            (args.out / "log.jsonl").unlink(missing_ok=True)
+        begin_log(args.out / "log.jsonl", start)
         processor.save_pretrained(args.out)  # with them OUT is a checkpoint of Qwen3-VL's own layout
         shutil.copy(args.files / "generation_config.json", args.out)
         tiny_config(processor.tokenizer).save_pretrained(args.out)

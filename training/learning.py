@@ -168,8 +168,8 @@ class Learner(nn.Module):
 
     A cell's vector times the embeddings of the names of kinds and colours, and of a sign's first token, must pick the
     right ones, and a linear layer the digits of the thing's centre. Vision so speaks the language model's words from
-    the start. And two heads of each middle layer must look where the answer lies (`gaze`), as those of large models
-    come to do by themselves. Nothing of this is part of the checkpoint.
+    the start. And the middle layers must look where the answer lies (`gaze`), as those of large models come to do by
+    themselves. Nothing of this is part of the checkpoint.
     """
 
     def __init__(
@@ -202,23 +202,22 @@ class Learner(nn.Module):
         return loss + each / max(len(digits), 1)
 
     def gaze(self, inputs: dict) -> Tensor:
-        """Cross-entropy from the evidence to where the first group of heads of each middle layer looks in the picture.
+        """Cross-entropy from the evidence to where the heads of each middle layer look in the picture, taken together.
 
-        Supervised attention (Liu et al. 2016, for translation): over the picture's cells alone, so how much a head
-        looks at the picture at all stays free.
+        Supervised attention (Liu et al. 2016, for translation). Together is the mean of their looks: one head may find
+        by colour and another by kind. Over the picture's cells alone: how much they look at it at all stays free.
         """
-        has = inputs["evidence"].sum(1) > 0
-        evidence, look = inputs["evidence"][has], inputs["look_index"][has]
-        b, cells = look // inputs["input_ids"].shape[1], slice(inputs["first"], inputs["first"] + evidence.shape[1])
+        evidence, look = inputs["evidence"], inputs["look_index"]
+        cells = slice(inputs["first"], inputs["first"] + evidence.shape[1])
         loss = evidence.new_zeros(())
         for attention in self.lookers:
             query, key = attention.overheard
-            group = query.shape[1] // key.shape[1]
-            q = query[:, :group].transpose(1, 2).flatten(0, 1)[look]  # [m, group, d]
-            scores = torch.einsum("mgd,mcd->mgc", q, key[:, 0, cells][b]).float() * attention.scaling
-            loss = loss - (evidence[:, None] * scores.log_softmax(-1)).sum(-1).mean(-1).sum()
+            key = key[:, :, cells].repeat_interleave(query.shape[1] // key.shape[1], 1)
+            scores = (query @ key.mT * attention.scaling).transpose(1, 2).flatten(0, 1)  # [B * L, heads, cells]
+            together = scores[look].float().log_softmax(-1).logsumexp(1) - np.log(query.shape[1])
+            loss = loss - (evidence * together).sum()
             del attention.overheard
-        return loss / (len(self.lookers) * max(len(evidence), 1))
+        return loss / (len(self.lookers) * evidence.sum().clamp(min=1))
 
     def forward(self, images: Tensor, return_logits: bool = False, tower_only: bool = False, **inputs):
         """One batch of `Scenes.collate` -> losses (scalars), and the answers' logits `[n, vocabulary]` if asked."""
