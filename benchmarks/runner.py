@@ -350,7 +350,11 @@ def main(args) -> int:
     from .methods import named
 
     todo, methods = tasks.named(args.tasks), named(args.methods)
-    state = PartialState(cpu=args.device == "cpu")
+    state = PartialState(cpu=args.device == "cpu" or not torch.accelerator.is_available())
+    if state.num_processes != int(os.environ.get("WORLD_SIZE", 1)):  # each would answer everything
+        raise Refused(
+            f"{os.environ['WORLD_SIZE']} processes were started, which do not find each other: add --device cpu."
+        )
     device = str(state.device) if args.device is None else args.device
     if args.threads:
         torch.set_num_threads(args.threads)

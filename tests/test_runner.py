@@ -3,11 +3,14 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 
 import pyarrow.parquet as pq
 import pytest
 from benching import sample, small_model, tiny_processor
 
+from arr_coc.checkpoints.make_tiny import TINY
 from benchmarks import runner, schema, tasks
 from benchmarks.__main__ import main
 from benchmarks.methods import METHODS, named
@@ -118,6 +121,16 @@ class TestResuming:
         assert len(list(tmp_path.glob("rows-*.jsonl"))) == 2
         go(tmp_path)
         assert len(counted.asked) == 35
+
+    @pytest.mark.slow
+    def test_two_launched_processes_find_each_other(self, tmp_path):
+        """Without being told that there is no accelerator; else each would answer all questions."""
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_processes", "2"]
+        asked = "-m benchmarks run --tasks scenes_valid_256 --methods stock --n 4 --batch 2".split()
+        command = [*launch, *asked, "--model", str(TINY), "--out", str(tmp_path)]
+        subprocess.run(command, check=True, cwd=TINY.parents[1], env=os.environ | {"OMP_NUM_THREADS": "1"})
+        assert len(keys(tmp_path)) == len(set(keys(tmp_path))) == 4
+        assert len(list(tmp_path.glob("rows-*.jsonl"))) == 2
 
     @pytest.mark.parametrize("name", ["code", "weights", "dtype"])
     def test_rows_that_do_not_compare_are_never_mixed(self, counted, tmp_path, name):
