@@ -6,7 +6,7 @@ from conftest import IM_END, IMAGE, NEXT_TURN, as_stock, make_inputs, make_model
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModel, Trainer, TrainingArguments
 
-SAMPLES = [[(6, 5, 0), [5, 6, 7], NEXT_TURN, [9]], [(4, 4, 1), [8]], [[10, 11]]]
+SAMPLES = [[(6, 5, 0), [5, 6, 7], NEXT_TURN, [9, 12]], [(4, 4, 1), [8]], [[10, 11]]]
 
 
 def labelled(samples, padding="right"):
