@@ -26,6 +26,11 @@ TYPO_SHARE = 0.08
 MOST_COUNTED = 6
 
 
+def percent(point: tuple[float, float], size: tuple[int, int]) -> tuple[int, int]:
+    """(x, y) in pixels of a canvas `size` = (height, width) -> the two numbers in 0 to 99 that `pointing` asks for."""
+    return tuple(min(99, int(100 * at / side)) for at, side in zip(point, reversed(size), strict=True))
+
+
 class Asker:
     """Asks about `objects` on a canvas `size` = (height, width), within what `split` may use."""
 
@@ -198,8 +203,7 @@ class Asker:
         return found and ({"extreme": found[0]}, found[1].text, signs)
 
     def _point(self, thing) -> str:
-        (x, y) = thing.centre
-        return f"{min(99, int(100 * x / self.width))} {min(99, int(100 * y / self.height))}"
+        return "{} {}".format(*percent(thing.centre, (self.height, self.width)))
 
     def _pointing_kind(self):
         thing = self._pick(self.unique)

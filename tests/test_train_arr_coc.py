@@ -219,6 +219,8 @@ arr_coc.train(parser().parse_args(args))
 def test_a_stopped_run_goes_on(tmp_path):
     run(tmp_path, "--stage", "grounded", "--steps", "2", "--lr", "0.01")
     before = load_file(tmp_path / "model" / "model.safetensors")
+    with open(tmp_path / "log.jsonl", "a") as file:  # logged after the last state: to be done, and logged, again
+        file.write(json.dumps({"step": 3, "loss": 9.9}) + "\n")
     log = run(tmp_path, "--stage", "grounded", "--steps", "3", "--lr", "0", "--resume")  # at no rate it stays as it was
     assert [row["step"] for row in log] == [1, 2, 3]
     after = load_file(tmp_path / "model" / "model.safetensors")

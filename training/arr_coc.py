@@ -39,7 +39,7 @@ from arr_coc.patches import to_pixels
 from arr_coc.texture import detail, texture
 from benchmarks.metrics import box_mass, evidence_cells, evidence_recall
 
-from .base import elapsed
+from .base import begin_log, elapsed
 
 CHOICES = ("straight-through", "perturbed")
 
@@ -517,6 +517,10 @@ class Clock(TrainerCallback):
 class JsonLog(TrainerCallback):
     def __init__(self, path: Path):
         self.path = path
+
+    def on_train_begin(self, args, state, control, **_):
+        if state.is_world_process_zero:
+            begin_log(self.path, state.global_step)
 
     def on_log(self, args, state, control, logs=None, **_):
         if state.is_world_process_zero:

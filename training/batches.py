@@ -11,6 +11,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from benchmarks import scenes
+from benchmarks.scene_questions import percent
 
 from .plan import Plan
 
@@ -93,10 +94,7 @@ def evidence_shares(boxes, size: tuple[int, int], grid: tuple[int, int]) -> np.n
 
 def centres(scene: scenes.Scene) -> np.ndarray:
     """Digits of each thing's centre, x and y in percent of the picture as `pointing` asks, `[1 + things, 4]`."""
-    height, width = scene.image.shape[:2]
-    percent = [[min(99, int(100 * c / side)) for c, side in zip(thing.centre, (width, height), strict=True)]
-               for thing in scene.objects]  # fmt: skip
-    x, y = np.array([[0, 0], *percent]).T
+    x, y = np.array([(0, 0), *(percent(thing.centre, scene.image.shape[:2]) for thing in scene.objects)]).T
     return np.stack([x // 10, x % 10, y // 10, y % 10], 1)
 
 
@@ -150,12 +148,13 @@ class Scenes(IterableDataset):
             ends = row[said] == talk.end
             number = np.cumsum(ends) - ends  # an end-of-turn belongs to the answer that it ends
             question.append(asked + number)
-            asked += int(ends.sum())
+            each = np.arange(len(batch[i].questions))
+            asked += len(each)
             # Where to look: from each token that predicts a part of an answer, and from the question's last one.
-            last = said[np.searchsorted(number, np.arange(number[-1] + 1))] - 1 - len(talk.header) - talk.behind
+            last = said[np.searchsorted(number, each)] - 1 - len(talk.header) - talk.behind
             looks.append(i * length + np.concatenate([said - 1, last]))
             shares = np.stack([evidence_shares(q.boxes, (height, width), grid) for q in batch[i].questions])
-            evidence.append(shares[np.concatenate([number, np.arange(number[-1] + 1)])])
+            evidence.append(shares[np.concatenate([number, each])])
         cells = [scenes.cell_labels(s, CELL * times) for s in batch]
         images = np.stack([s.image for s in batch])
         if times > 1:  # area average, rounded

@@ -72,11 +72,15 @@ class LinearPatchEmbed(nn.Module):
 
 
 def overheard(attention: Callable) -> Callable:
-    """An attention that leaves its queries and keys, `[B, heads, L, d]`, with its module: `Learner.gaze` reads them."""
+    """An attention that leaves its queries and keys, `[B, heads, L, d]`, with its module if that is listened to.
+
+    `Learner.gaze` listens, and takes them away again: no layer holds on to a batch.
+    """
 
     @torch.compiler.disable  # compiled, each length would be compiled anew
     def attend(module, query, key, *rest, **options):
-        module.overheard = query, key
+        if hasattr(module, "overheard"):
+            module.overheard = query, key
         return attention(module, query, key, *rest, **options)
 
     return attend
@@ -138,15 +142,13 @@ def drop_cells(inputs: dict, share: float, generator: torch.Generator):
         chosen = pictures.gather(-1, kept.expand(*pictures.shape[:-1], keep))
         return torch.cat([sequence[..., :first], chosen, sequence[..., first + cells :]], -1)
 
-    at, length = inputs["answer_index"], inputs["input_ids"].shape[1]
-    inputs["answer_index"] = at - (at // length + 1) * (cells - keep)
-    inputs["input_ids"], inputs["position_ids"] = of_tokens(inputs["input_ids"]), of_tokens(inputs["position_ids"])
-    inputs |= {name: inputs[name].gather(1, kept) for name in ("kind", "colour", "text")}
-    inputs["where"] = inputs["where"][row, kept]
-    look = inputs["look_index"]
-    seen = inputs["evidence"].gather(1, kept[look // length])
+    length = inputs["input_ids"].shape[1]
+    seen = inputs["evidence"].gather(1, kept[inputs["look_index"] // length])
     inputs["evidence"] = seen / seen.sum(1, keepdim=True).clamp(min=1e-6)
-    inputs["look_index"] = look - (look // length + 1) * (cells - keep)
+    for name in ("answer_index", "look_index"):
+        inputs[name] = inputs[name] - (inputs[name] // length + 1) * (cells - keep)
+    inputs |= {name: of_tokens(inputs[name]) for name in ("input_ids", "position_ids")}
+    inputs |= {name: inputs[name][row, kept] for name in ("kind", "colour", "text", "where")}
 
 
 class Dropping:
@@ -179,6 +181,8 @@ class Learner(nn.Module):
         self.model, self.probe_weight, self.gaze_weight = model, probe_weight, gaze_weight
         layers = model.model.language_model.layers
         self.lookers = [layer.self_attn for layer in layers[(len(layers) - 1) // 2 : -1]]  # 2, 3 and 4 of six
+        for attention in self.lookers:
+            attention.overheard = None
         for name, words in (("kind", scenes.KINDS), ("colour", scenes.COLOURS)):  # as answers, and inside sentences
             ids = [[tokenizer(form).input_ids[0] for form in (word, f" {word}")] for word in words]
             self.register_buffer(name, torch.tensor(ids), persistent=False)
@@ -216,7 +220,7 @@ class Learner(nn.Module):
             scores = (query @ key.mT * attention.scaling).transpose(1, 2).flatten(0, 1)  # [B * L, heads, cells]
             together = scores[look].float().log_softmax(-1).logsumexp(1) - np.log(query.shape[1])
             loss = loss - (evidence * together).sum()
-            del attention.overheard
+            attention.overheard = None
         return loss / (len(self.lookers) * evidence.sum().clamp(min=1))
 
     def forward(self, images: Tensor, return_logits: bool = False, tower_only: bool = False, **inputs):
