@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 
 from arr_coc.checkpoints.make_tiny import TINY
-from benchmarks.scenes import SPLITS
+from benchmarks.scenes import QUESTION_TYPES, SPLITS
 from training import arr_coc, base
 from training.plan import Stage
 
@@ -54,11 +54,12 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     p.add_argument("--lr", type=float, default=1e-3)
     p.add_argument("--warmup", type=int, default=6400, help="pictures over which the learning rate rises")
     p.add_argument("--questions", type=int, default=6, help="questions a picture")
+    p.add_argument("--favour", nargs="+", default=(), choices=QUESTION_TYPES, metavar="TYPE", help=(
+        f"every second picture is asked these types alone; of {', '.join(QUESTION_TYPES)}"))  # fmt: skip
     p.add_argument("--probe", type=float, default=0.5, help="weight of the training-only probe's loss")
     p.add_argument("--gaze", type=float, default=0.5, help="weight of the training-only loss on where heads look")
-    p.add_argument("--drop", type=float, default=0, help="share of batches seen through a random part of their tokens")
+    p.add_argument("--few", type=float, default=0, help="share of batches whose questions each see few, chosen tokens")
     p.add_argument("--shrink", type=float, default=0, help="share of batches shown at half their size")
-    p.add_argument("--drop-from", type=float, default=0.5, help="progress from which --drop holds")
     p.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 1), help="processes that render")
     p.add_argument("--compile", action="store_true", help="torch.compile each layer (1.3 times as fast)")
     p.add_argument("--log-every", type=float, default=10, metavar="SECONDS")

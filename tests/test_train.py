@@ -2,6 +2,7 @@
 
 import json
 import unicodedata
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,12 +14,15 @@ from PIL import Image
 from safetensors.torch import load_file
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from arr_coc import realizing
+from arr_coc.attending import SCALES, flat
 from arr_coc.checkpoints import make_tiny
 from arr_coc.train import parser
 from benchmarks import scenes
 from training import arr_coc, base
-from training.batches import Conversations, Scenes, answer_mask, rope_positions
-from training.learning import Learner, drop_cells, pixel_values, quicken
+from training.batches import Conversations, Scenes, answer_mask, evidence_shares, rope_positions
+from training.few import pyramid_index
+from training.learning import Learner, pixel_values, quicken
 from training.plan import Plan, Stage
 
 SIZE = 128
@@ -178,7 +182,7 @@ def test_two_processes_and_steps_share_no_seed(processor):
     for rank in range(2):
         data = Scenes(plan, processor, seed=1, questions=1, rank=rank)
         data.scene = lambda seed, split, size: seen.append(seed)
-        data.collate = lambda batch, times: {"pictures": len(batch)}
+        data.collate = lambda batch, *_: {"pictures": len(batch)}
         steps = [b["pictures"] for b in data]
         assert len(steps) == plan.total_steps and set(steps) == {2, 3}
     assert len(seen) == len(set(seen)) == plan.pictures
@@ -208,37 +212,67 @@ def learner_header(processor):
 
 
 @torch.no_grad()
-def test_dropping_cells_equals_masking_them_in_the_language_model(processor, data):
-    """What is left stands where it stood: same ids, places, labels and predictions' addresses."""
-    learner = Learner(quicken(fresh_model(processor)), processor.tokenizer).train()
-    scene = data.scene(5, "train", SIZE)
-    batch = data.collate([scene])
-    taken = {}
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_few_tokens_equal_the_realizers(processor, data, made, share):
+    """A row of few tokens gives the logits that stock gives to what the realizer makes of its allocation."""
+    batch = data.collate(made, share=share, dice=np.random.default_rng(0))
+    learner = Learner(quicken(fresh_model(processor)), processor.tokenizer).eval()
+    mine = learner(**batch, return_logits=True)["logits"]
+    stock, theirs, scales = fresh_model(processor), [], set()
+    header, end = learner_header(processor)
+    side, grid = stock.model.visual.num_grid_per_side, (SIZE // 32, SIZE // 32)
+    asked = [(scene, q) for scene in made for q in scene.questions[: max(1, round(1.2 / share))]]
+    assert len(asked) == len(batch["picture"])
+    for (scene, q), allocation in zip(asked, batch["allocation"], strict=True):
+        alone = replace(scene, questions=[q])
+        inputs = processor.apply_chat_template(messages(alone), tokenize=True, return_dict=True, return_tensors="pt")
+        patches = realizing.gather_patches(
+            inputs["pixel_values"], allocation, *grid, patch_size=16, temporal_patch_size=2, merge_size=2
+        )
+        tower = realizing.tower_inputs([allocation], [grid], side)
+        seen = stock.model.visual(patches, grid_thw=inputs["image_grid_thw"], return_dict=True, **tower)
+        seen.pooler_output, seen.deepstack_features = (seen.pooler_output,), [(f,) for f in seen.deepstack_features]
+        positions, _ = stock.model.get_rope_index(
+            inputs["input_ids"], inputs["mm_token_type_ids"], inputs["image_grid_thw"],
+            attention_mask=inputs["attention_mask"],
+        )  # fmt: skip
+        is_image = inputs["input_ids"] == processor.image_token_id
+        short = realizing.shorten(
+            inputs["input_ids"], inputs["attention_mask"], positions, is_image, [allocation], [grid], pad=0
+        )
+        said = np.flatnonzero(answer_mask(short["input_ids"][0].numpy(), header, end)) - 1
+        del short["kept"]
+        theirs.append(stock(**short, mm_encoder_outputs={"image": seen}).logits[0, said])
+        scales |= set(allocation[:, 0].tolist())
+    assert len(scales) > 1
+    torch.testing.assert_close(mine, torch.cat(theirs), rtol=1e-4, atol=1e-5)
 
-    def allocate(inputs):
-        before = {k: v.clone() if torch.is_tensor(v) else v for k, v in inputs.items()}
-        drop_cells(inputs, 0.5, torch.Generator().manual_seed(0))
-        taken.update(before=before, after=dict(inputs))
 
-    learner.allocate = allocate
-    out = learner(**batch, return_logits=True)
-    before, after = taken["before"], taken["after"]
-    cells, keep = before["kind"].shape[1], after["kind"].shape[1]
-    assert keep == cells // 2 and after["patches"].shape[0] == keep * 4
-    first = before["first"]
-    places = after["position_ids"][1:, 0, first : first + keep] - first  # [2, keep]: y, x
-    kept = places[0] * (SIZE // 32) + places[1]
-    assert torch.equal(after["kind"][0], before["kind"][0, kept])
-    assert torch.equal(after["patches"].view(keep, -1), before["patches"].view(cells, -1)[kept])
-    assert torch.equal(after["tower"]["position_ids"].view(keep, 4, 2)[:, 0] // 2, places.T)
-    assert torch.equal(after["input_ids"][0, after["answer_index"] + 1], batch["answer_target"])
-    assert torch.equal(after["where"][0], before["where"][0, kept])
-    assert torch.equal(after["input_ids"][0, after["look_index"]], before["input_ids"][0, before["look_index"]])
-    left = before["evidence"][:, kept]
-    known = left.sum(1) > 0
-    assert torch.equal(after["evidence"].sum(1) > 0, known) and known.any()
-    torch.testing.assert_close(after["evidence"][known], left[known] / left[known].sum(1, keepdim=True))
-    assert out["logits"].isfinite().all()
+def test_few_tokens_are_labelled_with_what_they_show(data):
+    """Labels and evidence belong to the tokens shown; numbers run on through a picture's flat allocations."""
+    scene = data.scene(5, "train", 256)
+    batch = data.collate([scene], share=0.3, dice=np.random.default_rng(1))
+    h = w = 8
+    for scale in SCALES:
+        numbers = pyramid_index(flat(h, w, scale), h, w)
+        assert torch.equal(numbers, numbers[0] + torch.arange((h // scale) * (w // scale)))
+    for r, (q, allocation) in enumerate(zip(scene.questions, batch["allocation"], strict=False)):
+        assert len(allocation) == round(0.3 * h * w)
+        shares = np.zeros(len(allocation))
+        for t, (s, y, x) in enumerate(allocation.tolist()):
+            cells = scenes.cell_labels(scene, 32 * s)
+            assert batch["kind"][r, t] == cells["kind"][y // s, x // s]
+            shares[t] = evidence_shares(q.boxes, (256, 256), (h, w)).reshape(h, w)[y : y + s, x : x + s].sum()
+        looks = batch["look_index"] // batch["input_ids"].shape[1] == r
+        wanted = torch.tensor(shares / max(shares.sum(), 1e-6)).float()
+        torch.testing.assert_close(batch["evidence"][looks], wanted.expand(int(looks.sum()), -1))
+
+
+def test_every_second_picture_is_asked_the_favoured_types(processor):
+    data = Scenes(Plan([Stage(SIZE, 2, 4)]), processor, seed=0, questions=4, favour=["pointing", "relation"])
+    types = [{q.type for q in data.scene(seed, "train", SIZE).questions} for seed in range(12)]
+    assert all(each <= {"pointing", "relation"} for each in types[1::2])
+    assert len(set().union(*types[::2])) > 4
 
 
 # ---- runs
@@ -248,7 +282,7 @@ def run(out, *more):
     args = parser().parse_args(
         ["base", "--device", "cpu", "--out", str(out), "--stage", "128:2:1", "--pictures", "12", "--warmup", "4",
          "--workers", "0", "--log-every", "0", "--save-every", "0", "--eval-scenes", "4", "--eval-every", "0",
-         "--questions", "2", "--drop", "0.5", "--drop-from", "0.2", *more]
+         "--questions", "2", "--few", "0.5", *more]
     )  # fmt: skip
     base.train(args)
     return [row for row in map(json.loads, (out / "log.jsonl").read_text().splitlines()) if "loss" in row]

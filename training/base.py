@@ -30,7 +30,7 @@ from benchmarks import scenes
 from benchmarks.metrics import wilson
 
 from .batches import Scenes
-from .learning import Dropping, Learner, quicken, save_weights, small_model
+from .learning import Learner, quicken, save_weights, small_model
 from .plan import Plan, Stage
 
 # SIZE:BATCH:WEIGHT of the stages unless --stage says otherwise, with a GPU and without
@@ -98,7 +98,8 @@ class Report(TrainerCallback):
         self.trainer, self.out, self.args, self.plan = trainer, out, args, trainer.plan
         self.pictures0, self.seconds0 = self.plan.done_pictures, self.plan.done_seconds
         self.rows: list[dict] = []
-        self.validation: dict[int, tuple] = {}
+        self.validation: dict[int, list] = {}  # for each size, batches and their questions
+        self.tenth: dict[int, list] = {}  # likewise, through a tenth of the tokens
         self.last_answers: dict[str, float] = {}
 
     def on_train_begin(self, args, state, control, **_):
@@ -159,21 +160,12 @@ class Report(TrainerCallback):
             self.bar.set_postfix(self.last_answers | {k: row[k] for k in ("loss", "answers", "probe", "gaze", "size")})
             self.bar.update(100 * self.plan.progress - self.bar.n)
 
-    def evaluate(self, state, seconds: float):
-        """Exact answers by question type on fixed scenes, each token given the true ones before it (no generation)."""
-        self.evaluated = seconds
-        if not state.is_world_process_zero or not self.args.eval_scenes:
-            return
-        size = self.plan.stage(state.global_step - 1).size  # not the last batch's: it may have been shrunk
-        if size not in self.validation:
-            data = self.trainer.train_dataset
-            made = [data.scene(seed, "valid", size) for seed in range(self.args.eval_scenes)]
-            groups = [made[i : i + 64] for i in range(0, len(made), 64)]
-            self.validation[size] = [(data.collate(g), [q for s in g for q in s.questions]) for g in groups]
+    def answered(self, batches: list[tuple[dict, list]], size: int) -> dict[str, float]:
+        """The share of right answers by question type, and of all. Batches come with their questions, in order."""
         right = defaultdict(list)
         learner, decode = self.trainer.model, self.trainer.train_dataset.talk.tokenizer.decode
         learner.eval()
-        for batch, questions in self.validation[size]:
+        for batch, questions in batches:
             with torch.no_grad(), self.trainer.compute_loss_context_manager():
                 out = learner(**self.trainer._prepare_inputs(batch), return_logits=True)
             said = out["logits"].argmax(-1).cpu()
@@ -182,7 +174,25 @@ class Report(TrainerCallback):
                 right[q.type].append(scenes.is_correct(answer, q.type, q.answer, q.boxes, size))
         learner.train()
         row = {kind: round(float(np.mean(hits)), 4) for kind, hits in sorted(right.items())}
-        row["all"] = round(float(np.mean(sum(right.values(), []))), 4)
+        return row | {"all": round(float(np.mean(sum(right.values(), []))), 4)}
+
+    def evaluate(self, state, seconds: float):
+        """Exact answers by question type on fixed scenes, each token given the true ones before it (no generation)."""
+        self.evaluated = seconds
+        if not state.is_world_process_zero or not self.args.eval_scenes:
+            return
+        size = self.plan.stage(state.global_step - 1).size  # not the last batch's: it may have been shrunk
+        data = self.trainer.train_dataset
+        if size not in self.validation:
+            made = [data.scene(seed, "valid", size) for seed in range(self.args.eval_scenes)]
+            groups = [made[i : i + 64] for i in range(0, len(made), 64)]
+            self.validation[size] = [(data.collate(g), [q for s in g for q in s.questions]) for g in groups]
+            if data.few:  # the same questions, each through a tenth of the tokens, its evidence first
+                few = [data.collate(g, share=0.1, dice=np.random.default_rng(0), known=1) for g in groups]
+                self.tenth[size] = [(batch, each) for batch, (_, each) in zip(few, self.validation[size], strict=True)]
+        row = self.answered(self.validation[size], size)
+        if data.few:
+            row["a tenth of the tokens"] = self.answered(self.tenth[size], size)["all"]
         self.last_answers = {"right": row["all"]}
         self.write({"step": state.global_step, "seconds": round(seconds, 1), "eval_size": size, "accuracy": row})
 
@@ -277,11 +287,9 @@ def train(args: argparse.Namespace):
         print(f"Nothing to resume in {state}: starting afresh.")
     data = Scenes(
         plan, processor, seed=args.seed, questions=args.questions, start=start, rank=settings.process_index,
-        shrink=args.shrink,
+        shrink=args.shrink, few=args.few, favour=args.favour,
     )  # fmt: skip
     learner = Learner(quicken(model, on_cpu), processor.tokenizer, args.probe, args.gaze)
-    if args.drop:
-        learner.allocate = Dropping(plan, args.drop, args.drop_from, args.seed)
     if args.compile:
         for block in [*model.model.visual.blocks, *model.model.language_model.layers]:
             block.compile()

@@ -10,9 +10,13 @@ import numpy as np
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from arr_coc.attending import SCALES
+from arr_coc.realizing import places
+from arr_coc.texture import detail
 from benchmarks import scenes
 from benchmarks.scene_questions import percent
 
+from .few import choose, pyramid_index
 from .plan import Plan
 
 CELL = 32  # pixels a side that one visual token shows at native resolution
@@ -33,16 +37,16 @@ def answer_mask(ids: np.ndarray, header: Sequence[int], end: int) -> np.ndarray:
     return np.cumsum(steps[:-1]) > 0
 
 
-def rope_positions(length: int, first: int, grid: tuple[int, int]) -> np.ndarray:
+def rope_positions(length: int, first: int, grid: tuple[int, int], at: np.ndarray | None = None) -> np.ndarray:
     """M-RoPE's (time, height, width) of one conversation whose only picture starts at token `first`: `[3, length]`.
 
     A picture's tokens share one time and count cells down and across; text after it goes on from its longer side.
+    `at` (`[n, 2]`): where its tokens stand, (y, x) in cells, if they are not all the cells.
     """
-    h, w = grid
-    y, x = np.divmod(np.arange(h * w), w)
+    y, x = np.divmod(np.arange(grid[0] * grid[1]), grid[1]) if at is None else at.T
     before = np.arange(first)
-    after = first + max(h, w) + np.arange(length - first - h * w)
-    rows = (np.zeros(h * w, int), y, x)
+    after = first + max(grid) + np.arange(length - first - len(y))
+    rows = (np.zeros(len(y), int), y, x)
     return np.stack([np.concatenate([before, first + row, after]) for row in rows])
 
 
@@ -99,15 +103,32 @@ def centres(scene: scenes.Scene) -> np.ndarray:
 
 
 class Scenes(IterableDataset):
-    """Endless batches of rendered scenes. Batch k of rank r is the same whoever renders it, its seeds only its own."""
+    """Endless batches of rendered scenes. Batch k of rank r is the same whoever renders it, its seeds only its own.
+
+    shrink: share of the batches from 256 px on whose pictures are shown at half their size.
+    few: share of the batches in which each question is asked alone, through few tokens chosen for it.
+    favour: question types that every second picture is asked about alone.
+    """
 
     def __init__(
-        self, plan: Plan, processor, *, seed: int, questions: int, start: int = 0, rank: int = 0, shrink: float = 0
+        self,
+        plan: Plan,
+        processor,
+        *,
+        seed: int,
+        questions: int,
+        start: int = 0,
+        rank: int = 0,
+        shrink: float = 0,
+        few: float = 0,
+        favour: Sequence[str] = (),
     ):
         self.plan, self.seed, self.questions, self.start, self.rank = plan, seed, questions, start, rank
-        self.shrink = shrink  # share of the batches from 256 px on whose pictures are shown at half their size
+        self.shrink, self.few, self.favour = shrink, few, tuple(favour)
         self.talk = Conversations(processor)
         self.stride = max(stage.batch for stage in plan.stages)
+        if few and (odd := [stage.size for stage in plan.stages if stage.size % (CELL * SCALES[-1])]):
+            raise ValueError(f"--few needs whole regions of {CELL * SCALES[-1]} px: {odd} px are not such sizes.")
 
     def __iter__(self) -> Iterator[dict]:
         worker = get_worker_info()
@@ -115,63 +136,120 @@ class Scenes(IterableDataset):
         for step in range(self.start + first, self.plan.total_steps, stride):
             stage = self.plan.stage(step)
             begin = SEEDS * self.seed + (step * self.plan.world + self.rank) * self.stride
-            dice = np.random.default_rng([self.seed, step, self.rank])
+            dice = np.random.default_rng([self.seed, step])  # alike on all ranks: none waits for another's longer batch
             times = 2 if stage.size >= 256 and dice.random() < self.shrink else 1
-            batch = self.collate([self.scene(begin + i, "train", stage.size) for i in range(stage.batch)], times)
-            yield batch | {"tower_only": stage.tower_only}
+            share = None
+            if dice.random() < self.few and not stage.tower_only:
+                times, share = 1, float(np.exp(dice.uniform(np.log(0.05), np.log(0.9))))
+            batch = [self.scene(begin + i, "train", stage.size) for i in range(stage.batch)]
+            dice = np.random.default_rng([self.seed, step, self.rank])
+            yield self.collate(batch, times, share, dice) | {"tower_only": stage.tower_only}
 
     def scene(self, seed: int, split: str, size: int):
-        scene = scenes.make_scene(seed, split=split, size=size, n_questions=self.questions)
+        types = self.favour if split == "train" and seed % 2 else None
+        scene = scenes.make_scene(seed, split=split, size=size, n_questions=self.questions, types=types)
         # The rare scene of which nothing can be asked is replaced by one from seeds that no run owns.
         return scene if scene.questions else self.scene(seed + scenes.SPLIT_SEEDS // 4, split, size)
 
-    def collate(self, batch: list, times: int = 1) -> dict:
-        """Scenes of one size, shown `times` smaller -> images uint8 `[B, H, W, 3]`, input_ids `[B, L]` and position_ids
-        `[3, B, L]` padded on the right, answer_index/answer_target/answer_question `[n]` (the token that predicts,
-        what, for which question), look_index `[m]` and evidence `[m, cells]` (tokens that should look, and where: rows
-        that sum to 1, or to 0 where nothing answers), kind/colour/text `[B, cells]`, where `[B, cells, 4]` (digits of
-        the centre of what stands there, in percent), first (the picture's first token)."""
-        talk, (height, width) = self.talk, batch[0].image.shape[:2]
-        grid = height // (CELL * times), width // (CELL * times)
-        rows = [talk.encode([(q.question, q.answer) for q in s.questions], grid[0] * grid[1]) for s in batch]
-        length = -(-max(map(len, rows)) // 64) * 64  # few different lengths: fewer allocations, fewer compilations
-        first = int(np.argmax(rows[0] == talk.image))
-        ids = np.full((len(rows), length), talk.pad)
+    def collate(
+        self,
+        batch: list,
+        times: int = 1,
+        share: float | None = None,
+        dice: np.random.Generator | None = None,
+        known: float = 0.7,
+    ) -> dict:
+        """Scenes of one size, shown `times` smaller, as one batch of R rows.
+
+        A row is a picture's whole conversation; or, with `share`, one of its questions through that share of its
+        tokens, chosen by `few.choose` with the evidence `known` in that share of the rows.
+
+        Returns images uint8 `[B, H, W, 3]`; input_ids `[R, L]` and position_ids `[3, R, L]` padded on the right;
+        answer_index/answer_target/answer_question `[n]` (the token that predicts, what, for which question);
+        look_index `[m]` and evidence `[m, tokens]` (tokens that should look, and where: rows that sum to 1, or to 0
+        where nothing answers); kind/colour/text `[R, tokens]`, where `[R, tokens, 4]` (digits of the centre of what
+        stands there, in percent); first (the picture's first token); with `share` also allocation `[R, tokens, 3]`
+        and picture `[R]` (which of the images).
+        """
+        talk, size = self.talk, batch[0].image.shape[:2]
+        grid = size[0] // (CELL * times), size[1] // (CELL * times)
+        scales = (1,) if share is None else SCALES
+        grids = [(grid[0] // scale, grid[1] // scale) for scale in scales]
+        labels = [self.labels(scene, [CELL * times * scale for scale in scales]) for scene in batch]
+        sights = [  # [tokens of all scales] for each question of each scene
+            [np.concatenate([evidence_shares(q.boxes, size, each) for each in grids]) for q in scene.questions]
+            for scene in batch
+        ]
+        chosen = {}
+        if share is None:
+            rows = [(i, range(len(scene.questions))) for i, scene in enumerate(batch)]
+            shown = np.broadcast_to(np.arange(grid[0] * grid[1]), (len(rows), grid[0] * grid[1]))
+            at, kind = [None] * len(rows), np.int64
+        else:
+            asked = max(1, round(1.2 / share))  # more questions of a picture the fewer tokens each: as much work
+            rows = [(i, [k]) for i, scene in enumerate(batch) for k in range(len(scene.questions))[:asked]]
+            tokens = max(1, round(share * grid[0] * grid[1]))
+            lost = [detail(torch.from_numpy(scene.image).movedim(2, 0) / 255, CELL) for scene in batch]
+            allocation = torch.stack([
+                choose(sights[i][k], labels[i]["kind"], lost[i], tokens, dice, known) for i, (k,) in rows
+            ])  # fmt: skip
+            shown = pyramid_index(allocation, *grid).numpy()
+            at = places(allocation.flatten(0, 1), *grid)[0].view(*shown.shape, 2).numpy()
+            kind = np.float32  # a coarse token stands between cells
+            chosen = {"allocation": allocation, "picture": torch.tensor([i for i, _ in rows])}
+        of_row = [i for i, _ in rows]
+        turns = [[batch[i].questions[k] for k in asked] for i, asked in rows]
+        ids = [talk.encode([(q.question, q.answer) for q in each], shown.shape[1]) for each in turns]
+        length = -(-max(map(len, ids)) // 16) * 16  # few different lengths: fewer allocations, fewer compilations
+        first = int(np.argmax(ids[0] == talk.image))
+        padded = np.full((len(rows), length), talk.pad)
         index, target, question = [], [], []
         looks, evidence = [], []
         asked = 0
-        for i, row in enumerate(rows):
-            ids[i, : len(row)] = row
+        for r, ((i, numbers), row) in enumerate(zip(rows, ids, strict=True)):
+            padded[r, : len(row)] = row
             (said,) = np.nonzero(answer_mask(row, talk.header, talk.end))
-            index.append(i * length + said - 1)
+            index.append(r * length + said - 1)
             target.append(row[said])
             ends = row[said] == talk.end
             number = np.cumsum(ends) - ends  # an end-of-turn belongs to the answer that it ends
             question.append(asked + number)
-            each = np.arange(len(batch[i].questions))
+            each = np.arange(len(numbers))
             asked += len(each)
             # Where to look: from each token that predicts a part of an answer, and from the question's last one.
             last = said[np.searchsorted(number, each)] - 1 - len(talk.header) - talk.behind
-            looks.append(i * length + np.concatenate([said - 1, last]))
-            shares = np.stack([evidence_shares(q.boxes, (height, width), grid) for q in batch[i].questions])
-            evidence.append(shares[np.concatenate([number, each])])
-        cells = [scenes.cell_labels(s, CELL * times) for s in batch]
-        images = np.stack([s.image for s in batch])
-        if times > 1:  # area average, rounded
-            blocks = images.reshape(len(batch), height // times, times, width // times, times, 3)
-            images = (blocks.mean((2, 4), dtype=np.float32) + 0.5).astype(np.uint8)
+            looks.append(r * length + np.concatenate([said - 1, last]))
+            seen = np.stack([sights[i][k][shown[r]] for k in numbers])
+            seen /= np.maximum(seen.sum(1, keepdims=True), 1e-6)
+            evidence.append(seen[np.concatenate([number, each])])
         arrays = {
-            "images": images,
-            "input_ids": ids,
-            "position_ids": np.repeat(rope_positions(length, first, grid)[:, None], len(rows), 1),
+            "images": shrunk(np.stack([scene.image for scene in batch]), times),
+            "input_ids": padded,
+            "position_ids": np.stack([rope_positions(length, first, grid, each) for each in at], 1).astype(kind),
             "answer_index": np.concatenate(index),
             "answer_target": np.concatenate(target),
             "answer_question": np.concatenate(question),
             "look_index": np.concatenate(looks),
             "evidence": np.concatenate(evidence),
-            "kind": np.stack([c["kind"].reshape(-1) for c in cells]),
-            "colour": np.stack([c["colour"].reshape(-1) for c in cells]),
-            "text": np.stack([talk.first_tokens(s)[c["thing"].reshape(-1)] for s, c in zip(batch, cells, strict=True)]),
-            "where": np.stack([centres(s)[c["thing"].reshape(-1)] for s, c in zip(batch, cells, strict=True)]),
+            **{k: np.stack([labels[i][k][row] for i, row in zip(of_row, shown, strict=True)]) for k in labels[0]},
         }
-        return {**{name: torch.from_numpy(np.ascontiguousarray(a)) for name, a in arrays.items()}, "first": first}
+        return {**{k: torch.from_numpy(np.ascontiguousarray(a)) for k, a in arrays.items()}, **chosen, "first": first}
+
+    def labels(self, scene, sides: Sequence[int]) -> dict[str, np.ndarray]:
+        """What the probe must read off each token of a scene whose cells have the first of `sides` px, then the next.
+
+        kind, colour (0 empty) and text (first token; -100 none), `[tokens]`; where `[tokens, 4]`.
+        """
+        cells = [scenes.cell_labels(scene, side) for side in sides]
+        kind, colour, thing = (np.concatenate([c[k].reshape(-1) for c in cells]) for k in ("kind", "colour", "thing"))
+        text, where = self.talk.first_tokens(scene)[thing], centres(scene)[thing]
+        return {"kind": kind, "colour": colour, "text": text, "where": where}
+
+
+def shrunk(images: np.ndarray, times: int) -> np.ndarray:
+    """uint8 `[B, H, W, 3]` by area average, rounded."""
+    if times == 1:
+        return images
+    b, height, width, _ = images.shape
+    blocks = images.reshape(b, height // times, times, width // times, times, 3)
+    return (blocks.mean((2, 4), dtype=np.float32) + 0.5).astype(np.uint8)

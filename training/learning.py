@@ -18,16 +18,23 @@ from transformers import AttentionInterface, Qwen3VLForConditionalGeneration
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.vision_utils import get_vision_interpolation_indices_and_weights, get_vision_position_ids
 
+from arr_coc import realizing
+from arr_coc.attending import SCALES
 from arr_coc.checkpoints.make_tiny import tiny_config
 from arr_coc.patches import to_patches
 from benchmarks import scenes
 
-from .plan import Plan
+from .few import pyramid_index
 
 
-def pixel_values(images: Tensor) -> Tensor:
-    """uint8 pictures `[B, H, W, 3]` -> Qwen3-VL's normalised rows `[B * patches, 1536]`, float, as its processor's."""
-    rows = torch.vmap(partial(to_patches, patch_size=16, temporal_patch_size=2, merge_size=2))(images.movedim(3, 1))
+def pixel_values(images: Tensor, scale: int = 1) -> Tensor:
+    """uint8 pictures `[B, H, W, 3]` -> Qwen3-VL's normalised rows `[B * patches, 1536]`, float, as its processor's.
+
+    `scale`: of pictures shrunk so many times, by area average.
+    """
+    images = images.movedim(3, 1)
+    images = F.avg_pool2d(images.float(), scale) if scale > 1 else images
+    rows = torch.vmap(partial(to_patches, patch_size=16, temporal_patch_size=2, merge_size=2))(images)
     return (rows.flatten(0, 1).float() - 127.5) / 127.5  # mean and deviation of 0.5 on a range of 255
 
 
@@ -116,53 +123,19 @@ def quicken(model: Qwen3VLForConditionalGeneration, on_cpu: bool = True) -> Qwen
     return model
 
 
-def drop_cells(inputs: dict, share: float, generator: torch.Generator):
-    """Keep a random `share` of each picture's visual tokens, at their true places, before the tower. In place.
+def few_inputs(images: Tensor, allocation: Tensor, picture: Tensor, side: int) -> tuple[Tensor, dict]:
+    """The tower's patches and tables for rows that each see `allocation [R, n, 3]` of `images[picture]`.
 
-    How strongly cells with something in them are preferred is random per picture, from not at all to always, so that
-    the base meets both what blind and what good selection leaves it.
+    Equal to `realizing.gather_patches` and `realizing.tower_inputs`, row by row.
     """
-    labels, first, tower = inputs["kind"], inputs["first"], inputs["tower"]
-    b, cells = labels.shape
-    keep = max(1, round(share * cells))
-    draw = partial(torch.rand, generator=generator, device=labels.device)
-    kept = (draw(b, cells) + (labels > 0) * draw(b, 1)).topk(keep).indices.sort(1).values  # [B, keep]
-    row = torch.arange(b, device=labels.device)[:, None]
-
-    def of_cells(patches: Tensor) -> Tensor:  # [B * cells * 4, c] -> [B * keep * 4, c]
-        return patches.view(b, cells, -1)[row, kept].view(b * keep * 4, -1)
-
-    inputs["patches"] = of_cells(inputs["patches"])
-    tower = {**tower, **{k: of_cells(tower[k]) for k in ("interp_indices", "interp_weights", "position_ids")}}
-    tower["cu_seqlens"] = torch.arange(b + 1, dtype=torch.int32, device=labels.device) * (keep * 4)
-    inputs["tower"] = {**tower, "max_seqlen": keep * 4}
-
-    def of_tokens(sequence: Tensor) -> Tensor:  # [..., B, L] -> [..., B, L - cells + keep]
-        pictures = sequence[..., first : first + cells]
-        chosen = pictures.gather(-1, kept.expand(*pictures.shape[:-1], keep))
-        return torch.cat([sequence[..., :first], chosen, sequence[..., first + cells :]], -1)
-
-    length = inputs["input_ids"].shape[1]
-    seen = inputs["evidence"].gather(1, kept[inputs["look_index"] // length])
-    inputs["evidence"] = seen / seen.sum(1, keepdim=True).clamp(min=1e-6)
-    for name in ("answer_index", "look_index"):
-        inputs[name] = inputs[name] - (inputs[name] // length + 1) * (cells - keep)
-    inputs |= {name: of_tokens(inputs[name]) for name in ("input_ids", "position_ids")}
-    inputs |= {name: inputs[name][row, kept] for name in ("kind", "colour", "text", "where")}
-
-
-class Dropping:
-    """Calls `drop_cells` on a `chance` of batches once the plan is past `after`; the same batches whenever resumed."""
-
-    def __init__(self, plan: Plan, chance: float, after: float, seed: int):
-        self.plan, self.chance, self.after, self.seed = plan, chance, after, seed
-
-    def __call__(self, inputs: dict):
-        dice = np.random.default_rng([self.seed, self.plan.done_pictures])
-        if self.plan.progress < self.after or dice.random() > self.chance:
-            return
-        generator = torch.Generator(inputs["kind"].device).manual_seed(int(dice.integers(2**62)))
-        drop_cells(inputs, float(np.exp(dice.uniform(np.log(0.05), np.log(0.9)))), generator)
+    b, (h, w) = len(images), (n // 32 for n in images.shape[1:3])
+    levels = torch.cat([pixel_values(images, scale).view(b, -1, 4, 1536) for scale in SCALES], 1)
+    patches = levels[picture[:, None], pyramid_index(allocation, h, w)]  # [R, n, 4, 1536]
+    r, n = allocation.shape[:2]
+    tables = realizing.tower_inputs([allocation.flatten(0, 1)], [(h, w)], side)
+    tables["cu_seqlens"] = torch.arange(r + 1, dtype=torch.int32, device=images.device) * (n * 4)
+    tables["grid_thw"] = torch.tensor([[1, h * 2, w * 2]]).repeat(r, 1)
+    return patches.flatten(0, 2), {**tables, "max_seqlen": n * 4}
 
 
 class Learner(nn.Module):
@@ -188,7 +161,6 @@ class Learner(nn.Module):
             self.register_buffer(name, torch.tensor(ids), persistent=False)
         self.nothing = nn.Parameter(torch.zeros(2, model.config.text_config.hidden_size))  # an empty cell's "word"
         self.where = nn.Linear(model.config.text_config.hidden_size, 4 * 10)
-        self.allocate: Callable[[dict], None] | None = None  # may shorten a batch in place; see `drop_cells`
 
     def probe(self, cells: Tensor, labels: dict) -> Tensor:
         """Loss of naming what is in cells `[n, d]`; labels `[B, cells]`: kind, colour (0 empty), text (-100 none)."""
@@ -227,12 +199,13 @@ class Learner(nn.Module):
         """One batch of `Scenes.collate` -> losses (scalars), and the answers' logits `[n, vocabulary]` if asked."""
         stock = self.model.model
         n, height, width, _ = images.shape
-        inputs["patches"] = pixel_values(images)
-        inputs["tower"] = tower_inputs(n, (height, width), stock.visual.num_grid_per_side, images.device)
-        if self.allocate is not None and self.training:
-            self.allocate(inputs)
-        seen = stock.visual(inputs["patches"], return_dict=True, **inputs["tower"])
-        cells = seen.pooler_output  # [B * cells, d]
+        side = stock.visual.num_grid_per_side
+        if "allocation" in inputs:
+            patches, tower = few_inputs(images, inputs["allocation"], inputs["picture"], side)
+        else:
+            patches, tower = pixel_values(images), tower_inputs(n, (height, width), side, images.device)
+        seen = stock.visual(patches, return_dict=True, **tower)
+        cells = seen.pooler_output  # [R * tokens, d]
         probe = self.probe(cells, inputs)
         if tower_only:
             none = probe.new_tensor(torch.nan)
