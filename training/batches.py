@@ -77,6 +77,15 @@ class Conversations:
         first = int(np.argmax(ids == self.image))
         return np.concatenate([ids[:first], np.full(cells, self.image), ids[first + 1 :]])
 
+    def spoken(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Of one conversation: the tokens that the assistant says `[n]`, the number of the answer that each belongs to
+        `[n]` (an end-of-turn belongs to the answer that it ends), and each question's last token `[answers]`."""
+        (said,) = np.nonzero(answer_mask(ids, self.header, self.end))
+        ends = ids[said] == self.end
+        number = np.cumsum(ends) - ends
+        begins = said[np.searchsorted(number, np.arange(number[-1] + 1))]
+        return said, number, begins - 1 - len(self.header) - self.behind
+
 
 def evidence_shares(boxes, size: tuple[int, int], grid: tuple[int, int]) -> np.ndarray:
     """Boxes of a picture of `size` -> how much of each cell they cover, `[h * w]` float32 of sum 1 (0 without boxes).
@@ -180,11 +189,10 @@ class Scenes(IterableDataset):
             [np.concatenate([evidence_shares(q.boxes, size, each) for each in grids]) for q in scene.questions]
             for scene in batch
         ]
-        chosen = {}
         if share is None:
             rows = [(i, range(len(scene.questions))) for i, scene in enumerate(batch)]
             shown = np.broadcast_to(np.arange(grid[0] * grid[1]), (len(rows), grid[0] * grid[1]))
-            at, kind = [None] * len(rows), np.int64
+            at, dtype, chosen = [None] * len(rows), np.int64, {}
         else:
             asked = max(1, round(1.2 / share))  # more questions of a picture the fewer tokens each: as much work
             rows = [(i, [k]) for i, scene in enumerate(batch) for k in range(len(scene.questions))[:asked]]
@@ -195,43 +203,36 @@ class Scenes(IterableDataset):
             ])  # fmt: skip
             shown = pyramid_index(allocation, *grid).numpy()
             at = places(allocation.flatten(0, 1), *grid)[0].view(*shown.shape, 2).numpy()
-            kind = np.float32  # a coarse token stands between cells
+            dtype = np.float32  # a coarse token stands between cells
             chosen = {"allocation": allocation, "picture": torch.tensor([i for i, _ in rows])}
-        of_row = [i for i, _ in rows]
-        turns = [[batch[i].questions[k] for k in asked] for i, asked in rows]
-        ids = [talk.encode([(q.question, q.answer) for q in each], shown.shape[1]) for each in turns]
+        turns = [[(batch[i].questions[k].question, batch[i].questions[k].answer) for k in each] for i, each in rows]
+        ids = [talk.encode(each, shown.shape[1]) for each in turns]
         length = -(-max(map(len, ids)) // 16) * 16  # few different lengths: fewer allocations, fewer compilations
         first = int(np.argmax(ids[0] == talk.image))
         padded = np.full((len(rows), length), talk.pad)
-        index, target, question = [], [], []
-        looks, evidence = [], []
-        asked = 0
+        index, target, question, looks, evidence, asked = [], [], [], [], [], 0
         for r, ((i, numbers), row) in enumerate(zip(rows, ids, strict=True)):
             padded[r, : len(row)] = row
-            (said,) = np.nonzero(answer_mask(row, talk.header, talk.end))
+            said, number, last = talk.spoken(row)
             index.append(r * length + said - 1)
             target.append(row[said])
-            ends = row[said] == talk.end
-            number = np.cumsum(ends) - ends  # an end-of-turn belongs to the answer that it ends
             question.append(asked + number)
-            each = np.arange(len(numbers))
-            asked += len(each)
+            asked += len(numbers)
             # Where to look: from each token that predicts a part of an answer, and from the question's last one.
-            last = said[np.searchsorted(number, each)] - 1 - len(talk.header) - talk.behind
             looks.append(r * length + np.concatenate([said - 1, last]))
             seen = np.stack([sights[i][k][shown[r]] for k in numbers])
             seen /= np.maximum(seen.sum(1, keepdims=True), 1e-6)
-            evidence.append(seen[np.concatenate([number, each])])
+            evidence.append(seen[np.concatenate([number, np.arange(len(numbers))])])
         arrays = {
             "images": shrunk(np.stack([scene.image for scene in batch]), times),
             "input_ids": padded,
-            "position_ids": np.stack([rope_positions(length, first, grid, each) for each in at], 1).astype(kind),
+            "position_ids": np.stack([rope_positions(length, first, grid, each) for each in at], 1).astype(dtype),
             "answer_index": np.concatenate(index),
             "answer_target": np.concatenate(target),
             "answer_question": np.concatenate(question),
             "look_index": np.concatenate(looks),
             "evidence": np.concatenate(evidence),
-            **{k: np.stack([labels[i][k][row] for i, row in zip(of_row, shown, strict=True)]) for k in labels[0]},
+            **{k: np.stack([labels[i][k][row] for (i, _), row in zip(rows, shown, strict=True)]) for k in labels[0]},
         }
         return {**{k: torch.from_numpy(np.ascontiguousarray(a)) for k, a in arrays.items()}, **chosen, "first": first}
 
