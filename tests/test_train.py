@@ -268,6 +268,11 @@ def test_few_tokens_are_labelled_with_what_they_show(data):
         torch.testing.assert_close(batch["evidence"][looks], wanted.expand(int(looks.sum()), -1))
 
 
+def test_few_tokens_need_whole_regions(processor):
+    with pytest.raises(ValueError, match="128 px: .160. px"):
+        Scenes(Plan([Stage(128, 2, 4), Stage(160, 2, 4)]), processor, seed=0, questions=4, few=0.5)
+
+
 def test_every_second_picture_is_asked_the_favoured_types(processor):
     data = Scenes(Plan([Stage(SIZE, 2, 4)]), processor, seed=0, questions=4, favour=["pointing", "relation"])
     types = [{q.type for q in data.scene(seed, "train", SIZE).questions} for seed in range(12)]

@@ -227,7 +227,8 @@ def plot_curves(log: Path, png: Path):
     left.legend()
     for name in sorted({name for r in evals for name in r["accuracy"]}):
         points = [(np.interp(r["seconds"], *clock), r["accuracy"][name]) for r in evals if name in r["accuracy"]]
-        right.plot(*zip(*points, strict=True), label=name, marker="o", ms=3, lw=3 if name == "all" else 1)
+        look = {"lw": 3} if name == "all" else {"color": "black", "ls": "--"} if "tenth" in name else {"lw": 1}
+        right.plot(*zip(*points, strict=True), label=name, marker="o", ms=3, **look)
     right.set(xlabel="pictures", ylabel="right answers (teacher-forced)", ylim=(0, 1))
     if evals:
         right.legend(fontsize=7)
