@@ -159,7 +159,7 @@ def test_distilling_from_all_tokens_adds_nothing_where_all_are_kept(processor):
 
 def run(out, *more):
     args = parser().parse_args(
-        ["arr-coc", "--device", "cpu", "--out", str(out), "--size", str(SIZE), "--pictures", "1", "--questions", "2",
+        ["arr-coc", "--out", str(out), "--size", str(SIZE), "--pictures", "1", "--questions", "2",
          "--steps", "4", "--workers", "0", "--log-every", "1", "--save-every", "2", "--picture-every", "2", *more]
     )  # fmt: skip
     arr_coc.train(args)

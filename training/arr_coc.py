@@ -549,7 +549,7 @@ def train(args: argparse.Namespace):
     settings = TrainingArguments(
         output_dir=str(args.out / "state"), max_steps=args.steps, per_device_train_batch_size=args.pictures,
         learning_rate=args.lr, weight_decay=args.weight_decay, max_grad_norm=1.0,
-        bf16=args.bf16, use_cpu=args.device == "cpu",
+        bf16=args.bf16, use_cpu=args.device == "cpu" or not torch.cuda.is_available(),
         logging_steps=args.log_every, save_steps=args.save_every, save_total_limit=1, seed=args.seed,
         remove_unused_columns=False, dataloader_num_workers=args.workers, report_to=args.report_to,
         dataloader_prefetch_factor=2 if args.workers else None, dataloader_persistent_workers=bool(args.workers),
