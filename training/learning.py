@@ -134,7 +134,7 @@ def few_inputs(images: Tensor, allocation: Tensor, picture: Tensor, side: int) -
     r, n = allocation.shape[:2]
     tables = realizing.tower_inputs([allocation.flatten(0, 1)], [(h, w)], side)
     tables["cu_seqlens"] = torch.arange(r + 1, dtype=torch.int32, device=images.device) * (n * 4)
-    tables["grid_thw"] = torch.tensor([[1, h * 2, w * 2]]).repeat(r, 1)
+    tables["grid_thw"] = torch.tensor([[1, h * 2, w * 2]], device=images.device).repeat(r, 1)
     return patches.flatten(0, 2), {**tables, "max_seqlen": n * 4}
 
 
