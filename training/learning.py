@@ -163,7 +163,7 @@ class Learner(nn.Module):
         self.where = nn.Linear(model.config.text_config.hidden_size, 4 * 10)
 
     def probe(self, cells: Tensor, labels: dict) -> Tensor:
-        """Loss of naming what is in cells `[n, d]`; labels `[B, cells]`: kind, colour (0 empty), text (-100 none)."""
+        """Loss of naming what is in tokens `[n, d]`; labels `[R, tokens]`: kind, colour (0 empty), text (-100 none)."""
         words = self.model.get_input_embeddings().weight
         weight = torch.where(labels["kind"].flatten() > 0, 1.0, 0.1)
         loss = F.cross_entropy((cells @ words.T).float(), labels["text"].flatten(), reduction="sum")
