@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -29,6 +30,22 @@ def model():
 def rows(**changes) -> arr_coc.Row:
     image = np.random.default_rng(0).integers(0, 256, (96, 64, 3), np.uint8)
     return arr_coc.Row(**{"image": image, "question": "what is red?", "answer": "cup", **changes})
+
+
+# ---- what a run begins with
+
+
+def test_learned_parts_begin_as_another_models_where_they_fit(model):
+    learned = {name: value + 1 for name, value in model.relevance.state_dict().items()}
+    other = deepcopy(model.relevance)
+    grown = learned | {"affinity.head_logits": torch.zeros(len(learned["affinity.head_logits"]) + 1)}
+    before = other.state_dict()["affinity.head_logits"].clone()
+    assert arr_coc.begin_with(other, grown) == ["affinity.head_logits"]
+    for name, value in other.state_dict().items():
+        assert torch.equal(value, before if name == "affinity.head_logits" else learned[name]), name
+    assert arr_coc.begin_with(other, learned) == []
+    with pytest.raises(ValueError, match="give the --set that --learned was trained with"):
+        arr_coc.begin_with(other, {name: value[..., None] for name, value in learned.items()})
 
 
 # ---- losses by hand

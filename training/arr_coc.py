@@ -434,6 +434,8 @@ def config_field(text: str) -> tuple[str, object]:
 def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--model", default="checkpoints/tiny", help="a folder or a Hub id of ARR-COC, either layout")
     p.add_argument("--revision", default="main")
+    p.add_argument("--learned", help="a folder or a Hub id of ARR-COC whose learned parts to begin with, where they "
+                   "fit: after its base was trained on, say")  # fmt: skip
     p.add_argument("--out", type=Path, required=True, help="where checkpoints, pictures and the trained model go")
     p.add_argument("--dataset", help="a `datasets` folder or Hub id with image, question, answer (and boxes) columns; "
                    "without it scenes are rendered")  # fmt: skip
@@ -495,6 +497,20 @@ def adopt(folder: str, processor, **fields) -> ArrCocForConditionalGeneration:
     return ArrCocForConditionalGeneration.from_pretrained(folder, config=config, dtype=torch.float32)
 
 
+def begin_with(relevance: nn.Module, learned: dict[str, Tensor]) -> list[str]:
+    """Gives learned parts another model's values where their shapes agree. Returns the names that start afresh.
+
+    Raises:
+        ValueError: where nothing agrees.
+    """
+    own = relevance.state_dict()
+    fits = {name: value for name, value in learned.items() if name in own and value.shape == own[name].shape}
+    if not fits:
+        raise ValueError("none of the learned parts fits: give the --set that --learned was trained with.")
+    relevance.load_state_dict(fits, strict=False)
+    return sorted(own.keys() - fits.keys())
+
+
 class Clock(TrainerCallback):
     """Ends a run by the clock; the learning rate follows whichever of steps and seconds is further on."""
 
@@ -536,6 +552,10 @@ def train(args: argparse.Namespace):
         model = ArrCocForConditionalGeneration.from_pretrained(args.model, revision=args.revision, dtype=torch.float32)
     else:
         model = adopt(args.model, processor, **dict(args.set))
+    if args.learned:
+        other = ArrCocForConditionalGeneration.from_pretrained(args.learned)
+        afresh = begin_with(model.relevance, other.relevance.state_dict())
+        print(f"begins with the learned parts of {args.learned}; afresh: {', '.join(afresh) or 'nothing'}")
     model.requires_grad_(False)
     model.relevance.requires_grad_(True)
     tuned = None

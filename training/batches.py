@@ -20,6 +20,7 @@ from .few import choose, pyramid_index
 from .plan import Plan
 
 CELL = 32  # pixels a side that one visual token shows at native resolution
+SPELT = 4  # tokens of a sign's text that the probe must read
 SEEDS = 1 << 32  # scenes that one run's --seed owns, of the training split's 2**40
 
 
@@ -60,10 +61,14 @@ class Conversations:
         self.pad = self.tokenizer.pad_token_id
         self.behind = len(self.tokenizer("<|im_end|>\n").input_ids)  # tokens between a question and the header
 
-    def first_tokens(self, scene: scenes.Scene) -> np.ndarray:
-        """The first token of what each thing of a scene has written on it, `[1 + things]`; -100 where there is none."""
-        said = [self.tokenizer(thing.text).input_ids[0] if thing.text else -100 for thing in scene.objects]
-        return np.array([-100, *said])
+    def written(self, scene: scenes.Scene) -> np.ndarray:
+        """The first tokens of what each thing of a scene has written on it, `[1 + things, 4]`; -100 where there is
+        none."""
+        said = np.full((1 + len(scene.objects), SPELT), -100)
+        for row, thing in zip(said[1:], scene.objects, strict=True):
+            ids = self.tokenizer(thing.text).input_ids[:SPELT]
+            row[: len(ids)] = ids
+        return said
 
     def encode(self, turns: Sequence[tuple[str, str]], cells: int) -> np.ndarray:
         """`[(question, answer)]` about one picture of `cells` visual tokens -> ids `[L]`."""
@@ -103,6 +108,13 @@ def evidence_shares(boxes, size: tuple[int, int], grid: tuple[int, int]) -> np.n
         )
         shares += np.outer(rows, columns) / (rows.sum() * columns.sum())
     return shares.reshape(-1) / max(len(boxes), 1)
+
+
+def hops(question: scenes.Question) -> tuple[tuple, tuple]:
+    """The boxes to look at first, and those that this leads to: of "what is left of the umbrella?" the umbrella, then
+    its neighbour. Without a relation all of them, both times."""
+    boxes = question.boxes
+    return (boxes[:1], boxes[1:]) if question.type == "relation" else (boxes, boxes)
 
 
 def centres(scene: scenes.Scene) -> np.ndarray:
@@ -175,18 +187,21 @@ class Scenes(IterableDataset):
 
         Returns images uint8 `[B, H, W, 3]`; input_ids `[R, L]` and position_ids `[3, R, L]` padded on the right;
         answer_index/answer_target/answer_question `[n]` (the token that predicts, what, for which question);
-        look_index `[m]` and evidence `[m, tokens]` (tokens that should look, and where: rows that sum to 1, or to 0
-        where nothing answers); kind/colour/text `[R, tokens]`, where `[R, tokens, 4]` (digits of the centre of what
-        stands there, in percent); first (the picture's first token); with `share` also allocation `[R, tokens, 3]`
-        and picture `[R]` (which of the images).
+        look_index `[m]` and evidence `[m, 2, tokens]` (tokens that should look, and where, first and then: rows that
+        sum to 1, or to 0 where nothing answers); kind/colour `[R, tokens]`; text and where `[R, tokens, 4]` (the first
+        tokens of what is written there, and the digits of the centre of what stands there, in percent); first (the
+        picture's first token); with `share` also allocation `[R, tokens, 3]` and picture `[R]` (which of the images).
         """
         talk, size = self.talk, batch[0].image.shape[:2]
         grid = size[0] // (CELL * times), size[1] // (CELL * times)
         scales = (1,) if share is None else SCALES
         grids = [(grid[0] // scale, grid[1] // scale) for scale in scales]
         labels = [self.labels(scene, [CELL * times * scale for scale in scales]) for scene in batch]
-        sights = [  # [tokens of all scales] for each question of each scene
-            [np.concatenate([evidence_shares(q.boxes, size, each) for each in grids]) for q in scene.questions]
+        sights = [  # [2, tokens of all scales] for each question of each scene: first and then
+            [
+                np.stack([np.concatenate([evidence_shares(boxes, size, g) for g in grids]) for boxes in hops(q)])
+                for q in scene.questions
+            ]
             for scene in batch
         ]
         if share is None:
@@ -199,7 +214,7 @@ class Scenes(IterableDataset):
             tokens = max(1, round(share * grid[0] * grid[1]))
             lost = [detail(torch.from_numpy(scene.image).movedim(2, 0) / 255, CELL) for scene in batch]
             allocation = torch.stack([
-                choose(sights[i][k], labels[i]["kind"], lost[i], tokens, dice, known) for i, (k,) in rows
+                choose(sights[i][k].sum(0), labels[i]["kind"], lost[i], tokens, dice, known) for i, (k,) in rows
             ])  # fmt: skip
             shown = pyramid_index(allocation, *grid).numpy()
             at = places(allocation.flatten(0, 1), *grid)[0].view(*shown.shape, 2).numpy()
@@ -220,8 +235,8 @@ class Scenes(IterableDataset):
             asked += len(numbers)
             # Where to look: from each token that predicts a part of an answer, and from the question's last one.
             looks.append(r * length + np.concatenate([said - 1, last]))
-            seen = np.stack([sights[i][k][shown[r]] for k in numbers])
-            seen /= np.maximum(seen.sum(1, keepdims=True), 1e-6)
+            seen = np.stack([sights[i][k][:, shown[r]] for k in numbers])
+            seen /= np.maximum(seen.sum(2, keepdims=True), 1e-6)
             evidence.append(seen[np.concatenate([number, np.arange(len(numbers))])])
         arrays = {
             "images": shrunk(np.stack([scene.image for scene in batch]), times),
@@ -239,11 +254,11 @@ class Scenes(IterableDataset):
     def labels(self, scene, sides: Sequence[int]) -> dict[str, np.ndarray]:
         """What the probe must read off each token of a scene whose cells have the first of `sides` px, then the next.
 
-        kind, colour (0 empty) and text (first token; -100 none), `[tokens]`; where `[tokens, 4]`.
+        kind and colour (0 empty), `[tokens]`; text (first tokens; -100 none) and where, `[tokens, 4]`.
         """
         cells = [scenes.cell_labels(scene, side) for side in sides]
         kind, colour, thing = (np.concatenate([c[k].reshape(-1) for c in cells]) for k in ("kind", "colour", "thing"))
-        text, where = self.talk.first_tokens(scene)[thing], centres(scene)[thing]
+        text, where = self.talk.written(scene)[thing], centres(scene)[thing]
         return {"kind": kind, "colour": colour, "text": text, "where": where}
 
 

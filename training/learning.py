@@ -24,6 +24,7 @@ from arr_coc.checkpoints.make_tiny import tiny_config
 from arr_coc.patches import to_patches
 from benchmarks import scenes
 
+from .batches import SPELT
 from .few import pyramid_index
 
 
@@ -142,9 +143,9 @@ class Learner(nn.Module):
     """Qwen3-VL and its training-only probe: what stands in each cell must be read off the merger's output, in words.
 
     A cell's vector times the embeddings of the names of kinds and colours, and of a sign's first token, must pick the
-    right ones, and a linear layer the digits of the thing's centre. Vision so speaks the language model's words from
-    the start. And the middle layers must look where the answer lies (`gaze`), as those of large models come to do by
-    themselves. Nothing of this is part of the checkpoint.
+    right ones (its next three tokens through a linear layer each), and a linear layer the digits of the thing's centre.
+    Vision so speaks the language model's words from the start. And the middle layers must look where the answer lies
+    (`gaze`), as those of large models come to do by themselves. Nothing of this is part of the checkpoint.
     """
 
     def __init__(
@@ -159,15 +160,21 @@ class Learner(nn.Module):
         for name, words in (("kind", scenes.KINDS), ("colour", scenes.COLOURS)):  # as answers, and inside sentences
             ids = [[tokenizer(form).input_ids[0] for form in (word, f" {word}")] for word in words]
             self.register_buffer(name, torch.tensor(ids), persistent=False)
-        self.nothing = nn.Parameter(torch.zeros(2, model.config.text_config.hidden_size))  # an empty cell's "word"
-        self.where = nn.Linear(model.config.text_config.hidden_size, 4 * 10)
+        hidden = model.config.text_config.hidden_size
+        self.nothing = nn.Parameter(torch.zeros(2, hidden))  # an empty cell's "word"
+        self.spell = nn.Linear(hidden, (SPELT - 1) * hidden)
+        self.where = nn.Linear(hidden, 4 * 10)
 
     def probe(self, cells: Tensor, labels: dict) -> Tensor:
-        """Loss of naming what is in tokens `[n, d]`; labels `[R, tokens]`: kind, colour (0 empty), text (-100 none)."""
+        """Loss of naming what is in tokens `[n, d]`; labels `[R, tokens]` kind and colour (0 empty), `[R, tokens, 4]`
+        text (-100 none) and where."""
         words = self.model.get_input_embeddings().weight
         weight = torch.where(labels["kind"].flatten() > 0, 1.0, 0.1)
-        loss = F.cross_entropy((cells @ words.T).float(), labels["text"].flatten(), reduction="sum")
-        loss = loss / (labels["text"] >= 0).sum().clamp(min=1)
+        text = labels["text"].flatten(0, 1)
+        signs, text = cells[text[:, 0] >= 0], text[text[:, 0] >= 0]
+        letters = torch.cat([signs[:, None], self.spell(signs).unflatten(1, (SPELT - 1, -1))], 1)  # [signs, 4, d]
+        each = F.cross_entropy((letters @ words.T).float().flatten(0, 1), text.flatten(), reduction="sum")
+        loss = each / (text >= 0).sum().clamp(min=1)
         for nothing, name in zip(self.nothing, ("kind", "colour"), strict=True):
             names = torch.cat([nothing[None], words[getattr(self, name)].mean(1)])
             each = F.cross_entropy((cells @ names.T).float(), labels[name].flatten(), reduction="none")
@@ -182,18 +189,19 @@ class Learner(nn.Module):
 
         Supervised attention (Liu et al. 2016, for translation). Together is the mean of their looks: one head may find
         by colour and another by kind. Over the picture's cells alone: how much they look at it at all stays free.
+        The first of the layers looks for what a question starts from, the others for what it leads to (`hops`).
         """
         evidence, look = inputs["evidence"], inputs["look_index"]
-        cells = slice(inputs["first"], inputs["first"] + evidence.shape[1])
+        cells = slice(inputs["first"], inputs["first"] + evidence.shape[2])
         loss = evidence.new_zeros(())
-        for attention in self.lookers:
+        for layer, attention in enumerate(self.lookers):
             query, key = attention.overheard
             key = key[:, :, cells].repeat_interleave(query.shape[1] // key.shape[1], 1)
             scores = (query @ key.mT * attention.scaling).transpose(1, 2).flatten(0, 1)  # [B * L, heads, cells]
             together = scores[look].float().log_softmax(-1).logsumexp(1) - np.log(query.shape[1])
-            loss = loss - (evidence * together).sum()
+            loss = loss - (evidence[:, min(layer, 1)] * together).sum()
             attention.overheard = None
-        return loss / (len(self.lookers) * evidence.sum().clamp(min=1))
+        return loss / (len(self.lookers) * evidence[:, 1].sum().clamp(min=1))
 
     def forward(self, images: Tensor, return_logits: bool = False, tower_only: bool = False, **inputs):
         """One batch of `Scenes.collate` -> losses (scalars), and the answers' logits `[n, vocabulary]` if asked."""
