@@ -224,6 +224,8 @@ def main():
     parser.add_argument("--scenes", type=int, default=5000, help="scenes whose questions and answers are read")
     parser.add_argument("--weights", type=Path, help="a trained model's folder: take its weights and config")
     args = parser.parse_args()
+    if args.weights and not args.weights.is_dir():
+        parser.error(f"--weights {args.weights} is no folder: give a trained model's, OUT/model of train.py arr-coc")
     if args.weights:
         adopt_weights(args.weights, args.out)
     else:

@@ -1,8 +1,11 @@
 """The weights in checkpoints/tiny still answer as well as when they were made. Nothing is trained here."""
 
+import sys
+
 import pytest
 
 from arr_coc.answering import load
+from arr_coc.checkpoints import make_tiny
 from arr_coc.checkpoints.make_tiny import TINY
 from benchmarks.methods import METHODS
 from benchmarks.tasks import TASKS
@@ -31,3 +34,11 @@ def answers():
 @pytest.mark.parametrize(("method", "floor"), [("stock", 0.785), ("arr_coc", 0.72)])
 def test_accuracy_has_not_dropped(answers, method, floor):
     assert answers[method] >= floor, f"{method} answers {answers[method]:.3f} of {QUESTIONS} questions, not {floor}"
+
+
+def test_weights_that_are_not_there_are_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["make_tiny", "--weights", str(tmp_path / "nowhere"), "--out", str(tmp_path)])
+    with pytest.raises(SystemExit):
+        make_tiny.main()
+    assert "nowhere is no folder: give a trained model's, OUT/model" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
