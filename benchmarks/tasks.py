@@ -290,7 +290,7 @@ TASKS: dict[str, Task] = {
         f"scenes_{split}{suffix}": Task(
             f"scenes_{split}{suffix}", split, _scenes(split, size), _scene_score, "benchmarks/scenes.py"
         )
-        for suffix, size in (("", 512), ("_256", 256))  # 256 px: what a base trained on a CPU has got to
+        for suffix, size in (("", 512), ("_256", 256))  # 256 px: at a quarter of the cost
         for split in ("valid", "normal", "hard", "heldout")
     },
     "easy_vqa": Task("easy_vqa", "test", _easy_vqa, exact, "easy-VQA 1.0 (V. Zhou 2019), 64 px upscaled to 512"),

@@ -1,7 +1,7 @@
 """The scenes among the app's examples: one for each reason to care, where it can be one that the model answers rightly.
 
-    python examples/make_examples.py                                   # draws again what examples.json lists
-    python examples/make_examples.py --pick checkpoints/tiny --size 256    # chooses anew, for a newly trained model
+    python examples/make_examples.py                           # draws again what examples.json lists
+    python examples/make_examples.py --pick checkpoints/tiny   # chooses anew, for a newly trained model
 
 An example shows what the app does; that it was chosen among right answers is why no figure is taken from it. For a
 reason that the model cannot serve yet, the scene is kept, marked `"right": false`, and the app says so.

@@ -15,9 +15,9 @@ QUESTIONS = 200
 
 @pytest.fixture(scope="module")
 def answers():
-    """Share of the first 200 validation questions at 256 px that each method answers rightly, at 20 % of the tokens."""
+    """Share of the first 200 validation questions that each method answers rightly, at 20 % of the tokens."""
     model, processor = load(str(TINY))
-    task = TASKS["scenes_valid_256"]
+    task = TASKS["scenes_valid"]
     samples = list(task.rows(QUESTIONS))
     assert len(samples) == QUESTIONS
 
