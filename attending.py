@@ -25,8 +25,8 @@ SCALES = (1, 2, 4)
 # value per token 4 f2 >= 1, and a hull that does not skip scale 2: 4 (f2 - f4) >= 1 - f2, with f = 1 - WORTH * detail.
 WORTH = {2: 0.7, 4: 0.9}
 
-_LEAST = 1e-3  # least gain and least detail: every cell is worth something, so that a budget can always be spent
-_STEPS = 2.0**16  # relevance is rounded to 1 / _STEPS, so that rounding noise of the stages before cannot break a tie
+_LEAST = 1e-3  # least gain (of the most) and detail: every cell is worth something, so a budget can always be spent
+_STEPS = 2.0**16  # both are rounded to 1 / _STEPS, so that rounding noise of the stages before cannot break a tie
 
 
 class Shaping(nn.Module):
@@ -50,7 +50,7 @@ def attend(gain: Tensor, detail: Tensor, budget: int, allocator: str = "lod", ne
     """Spends `budget` tokens on one image.
 
     Args:
-        gain (`[h, w]`, finite, >= 0): what seeing each cell in full is worth.
+        gain (`[h, w]`, finite, >= 0): what seeing each cell in full is worth, next to the others: only ratios count.
         detail (`[2, h, w]` in [0, 1]): the share of each cell lost at scale 2 and at scale 4.
         budget: tokens. With as many tokens as cells or more, every cell is kept at scale 1.
         allocator: `"lod"` or `"topk"`.
@@ -71,6 +71,7 @@ def attend(gain: Tensor, detail: Tensor, budget: int, allocator: str = "lod", ne
     if not (gain.isfinite().all() and detail.isfinite().all()):
         raise ValueError("gain or detail holds NaN or infinity: check the image's pixels and the model's weights.")
     h, w = gain.shape
+    gain = gain / gain.max().clamp(min=torch.finfo(torch.float64).tiny)
     gain, detail = ((x * _STEPS).round() / _STEPS for x in (gain, detail))
     if budget >= h * w:
         return flat(h, w, 1)

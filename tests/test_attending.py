@@ -51,9 +51,14 @@ def covered(allocation, h, w):
     return count
 
 
+def shares_of_the_most(gain):
+    """Gain as `lod` reads it."""
+    return (gain.double() / gain.max().clamp(min=1e-9)).clamp(min=1e-3)
+
+
 def worth(gain, detail, allocation):
     """What the docstring of `WORTH` says an allocation is worth, token by token."""
-    gain, detail = gain.double().clamp(min=1e-3), detail.double().clamp(min=1e-3)
+    gain, detail = shares_of_the_most(gain), detail.double().clamp(min=1e-3)
     shown = {1: gain, 2: gain * (1 - WORTH[2] * detail[0]), 4: gain * (1 - WORTH[4] * detail[1])}
     return sum(float(shown[s][y : y + s, x : x + s].sum()) for s, y, x in allocation.tolist())
 
@@ -75,7 +80,7 @@ def optimum(gain, detail, budget):
             region = [0.0]
             for v in range(y, min(y + 4, h), 2):
                 for u in range(x, min(x + 4, w), 2):
-                    cells = gain[v : min(v + 2, h, y + 4), u : min(u + 2, w, x + 4)].double().clamp(min=1e-3)
+                    cells = shares_of_the_most(gain)[v : min(v + 2, h, y + 4), u : min(u + 2, w, x + 4)]
                     leaves = sorted(cells.flatten().tolist(), reverse=True)
                     block = [sum(leaves[:n]) for n in range(len(leaves) + 1)]
                     block[1] = max(block[1], worth(gain, detail, torch.tensor([[2, v, u]])))
@@ -148,8 +153,17 @@ def test_rounding_noise_breaks_no_tie(allocator, h, w, seed, share):
     gain, detail = (x.double() for x in maps(h, w, seed, "steps"))
     budget = max(1, round(share * h * w))
     g = torch.Generator().manual_seed(seed + 1)
-    noisy = (x + 1e-9 * torch.randn(x.shape, generator=g, dtype=torch.float64) for x in (gain, detail))
+    noisy = (x * (1 + 1e-9 * torch.randn(x.shape, generator=g, dtype=torch.float64)) for x in (gain, detail))
     assert torch.equal(attend(gain, detail, budget, allocator), attend(*noisy, budget, allocator))
+
+
+@ALLOCATORS
+@given(h=SIDES, w=SIDES, seed=SEEDS, kind=KINDS, share=st.floats(0, 1), power=st.integers(-40, 10))
+def test_only_the_ratios_of_gain_count(allocator, h, w, seed, kind, share, power):
+    """A shaping whose every gain is small (training knows only its shares) spends as one whose greatest is 1."""
+    gain, detail = maps(h, w, seed, kind)
+    budget = max(1, round(share * h * w))
+    assert torch.equal(attend(gain, detail, budget, allocator), attend(gain * 2.0**power, detail, budget, allocator))
 
 
 @pytest.mark.parametrize("h, w, least", [(4, 4, 1), (4, 8, 8), (7, 6, 8)])
