@@ -361,6 +361,7 @@ def test_the_probe_names_what_stands_in_cells_in_the_models_own_words(processor,
     assert learner.probe(100 * right, batch) < learner.probe(100 * wrong, batch)
 
 
+@torch.no_grad()
 def test_the_probe_reads_what_signs_say_letter_by_letter(processor):
     """Loss of cells that say the text's first token, through a layer that turns it into the next: the least of all."""
     learner = Learner(fresh_model(processor), processor.tokenizer)
