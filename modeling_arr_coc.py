@@ -60,6 +60,8 @@ class ArrCocOutput(ModelOutput):
         grid: `(h, w)` in cells.
         texture: `[C, h, w]` float32.
         detail: `[2, h, w]` in [0, 1], what is lost at scales 2 and 4.
+        thumbnail: `[1 + deepstack layers, n, hidden]`, what the vision tower makes of the glance's coarse tokens: the
+            merger's output and the deepstack features; None without a glance or a question.
         propositional, perspectival, participatory: `[h, w]` in [0, 1].
         weights: `[3]`, positive, of the three balanced terms.
         tensions: `[3]` in (0, 1), in the order of `balancing.TENSIONS`, the share of the second opponent.
@@ -74,6 +76,7 @@ class ArrCocOutput(ModelOutput):
     grid: list[tuple[int, int]] | None = None
     texture: list[Tensor] | None = None
     detail: list[Tensor] | None = None
+    thumbnail: list[Tensor | None] | None = None
     propositional: list[Tensor] | None = None
     perspectival: list[Tensor] | None = None
     participatory: list[Tensor] | None = None
@@ -152,7 +155,8 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 processor made them; its further outputs are accepted and not needed.
             num_visual_tokens: the budget of each image, or a list with one an image: a positive int, a share in
                 (0, 1], `"auto"` or `"all"`; the config's unless given.
-            known: what was perceived of the same images with another question; texture is not computed again.
+            known: what was perceived of the same images with another question; texture and thumbnails are not
+                computed again.
 
         Returns:
             [`ArrCocOutput`], which `generate` and `forward` accept as `perception` beside the same inputs.
@@ -173,10 +177,17 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             self._see(prompt, out, known)
         questions = [prompt.question(row) for row in prompt.image_rows]
         embedded = [self.get_input_embeddings()(question).detach() for question in questions]
-        glances = [None] * len(questions)
+        glances, out.thumbnail = [None] * len(questions), [None] * len(questions)
         if self.config.participatory != "texture":
             with _timed(out.seconds, "glance"):
-                glances = self._glance(prompt, questions)
+                asked = [i for i, question in enumerate(questions) if len(question)]
+                out.thumbnail = list(known.thumbnail) if known and known.thumbnail else out.thumbnail
+                new = [i for i in asked if out.thumbnail[i] is None]
+                seen = self.thumbnails([prompt.patches[i] for i in new], [prompt.grids[i] for i in new])
+                for i, each in zip(new, seen, strict=True):
+                    out.thumbnail[i] = each
+                for i, glance in zip(asked, self._glance(prompt, questions, out.thumbnail, asked), strict=True):
+                    glances[i] = glance
         # Autocast would round the choice to bf16, and it would change with the caller's settings.
         exact = torch.autocast(prompt.patches[0].device.type, enabled=False)
         with _timed(out.seconds, "knowing"), exact:
@@ -233,43 +244,69 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         seen = None if self.config.participatory == "glance" else texture
         return (logits + self.relevance.lens(grid, question, seen, states, scale)).sigmoid()
 
+    def _thumbnail_grid(self, h: int, w: int) -> tuple[int, int, int]:
+        """At which scale the glance sees a grid `h x w`, and that thumbnail's height and width in tokens."""
+        scale = flat_scale(h, w, self.config.glance_tokens)
+        return scale, -(-h // scale), -(-w // scale)
+
     @torch.no_grad()
-    def _glance(self, prompt: "_Prompt", questions: list[Tensor]) -> list["_Glance | None"]:
+    def thumbnails(self, pixel_values: list[Tensor], grids: list[tuple[int, int]]) -> list[Tensor]:
+        """What the vision tower makes of each image's coarse tokens, for the glance. No question is needed.
+
+        Args:
+            pixel_values: `[patches, D]` an image, as the processor made them.
+            grids: `(h, w)` in cells.
+
+        Returns:
+            `[1 + deepstack layers, n, hidden]` an image, as `ArrCocOutput.thumbnail`.
+        """
+        if not grids:
+            return []
+        merge = self.config.vision_config.spatial_merge_size
+        rows, sizes = [], []
+        for patches, (h, w) in zip(pixel_values, grids, strict=True):
+            scale, *size = self._thumbnail_grid(h, w)
+            rows.append(gather_patches(patches, flat(h, w, scale), h, w, **self._layout))
+            sizes.append([1, *(merge * side for side in size)])
+        sizes = torch.tensor(sizes, device=rows[0].device)
+        seen = self.model.get_image_features(torch.cat(rows), sizes, return_dict=True)
+        return [torch.stack(levels) for levels in zip(seen.pooler_output, *seen.deepstack_features, strict=True)]
+
+    @torch.no_grad()
+    def _glance(
+        self, prompt: "_Prompt", questions: list[Tensor], thumbnail: list[Tensor | None], asked: list[int]
+    ) -> list["_Glance"]:
         """A few coarse tokens of each image beside its question, half-way through the language model.
 
         Each image is glanced at on its own, as the stock model sees a thumbnail: `<|im_start|>user`, the thumbnail,
-        the question. What stands elsewhere in the prompt cannot leak in, and neither can the answer in training. None
-        for an image without a question.
+        the question. What stands elsewhere in the prompt cannot leak in, and neither can the answer in training.
+        `asked`: the images that have a question.
         """
-        config, lm = self.config, self.model.language_model
-        asked = [i for i, question in enumerate(questions) if len(question)]
         if not asked:
-            return [None] * len(questions)
-        sizes, rows, prompts = {}, [], []
+            return []
+        config, lm = self.config, self.model.language_model
+        prompts = []
         device = prompt.input_ids.device
         opening = torch.tensor(config.user_turn_token_ids, device=device)
         start, end = (
             torch.tensor([x], device=device) for x in (config.vision_start_token_id, config.vision_end_token_id)
         )
-        for i in asked:
-            h, w = prompt.grids[i]
-            s = flat_scale(h, w, config.glance_tokens)
-            sizes[i] = (s, -(-h // s), -(-w // s))
-            rows.append(gather_patches(prompt.patches[i], flat(h, w, s), h, w, **self._layout))
-            pads = torch.full((sizes[i][1] * sizes[i][2],), config.image_token_id, device=device)
+        sizes = [self._thumbnail_grid(*prompt.grids[i]) for i in asked]
+        for i, (_, h, w) in zip(asked, sizes, strict=True):
+            pads = torch.full((h * w,), config.image_token_id, device=device)
             prompts.append(torch.cat([opening, start, pads, end, questions[i]]))
         merge = config.vision_config.spatial_merge_size
-        thumbnails = torch.tensor([[1, merge * sizes[i][1], merge * sizes[i][2]] for i in asked], device=device)
-        seen = self.model.get_image_features(torch.cat(rows), thumbnails, return_dict=True)
+        grids = torch.tensor([[1, merge * h, merge * w] for _, h, w in sizes], device=device)
+        seen, *deeper = torch.cat([thumbnail[i] for i in asked], 1)  # each [tokens of all images, hidden]
 
         # Padding stands on the right, where a causal model's earlier tokens never see it: no mask is needed.
         ids = nn.utils.rnn.pad_sequence(prompts, batch_first=True)
         lengths = torch.tensor([len(p) for p in prompts], device=device)
         real = torch.arange(ids.shape[1], device=device) < lengths[:, None]
         is_image = (ids == config.image_token_id) & real
-        positions, _ = self.model.get_rope_index(ids, is_image.int(), thumbnails, attention_mask=real)
+        positions, _ = self.model.get_rope_index(ids, is_image.int(), grids, attention_mask=real)
         states = lm.embed_tokens(ids)
-        states = states.masked_scatter(is_image[..., None], torch.cat(seen.pooler_output).to(states.dtype))
+        states = states.masked_scatter(is_image[..., None], seen.to(states.dtype))
         mask = create_causal_mask(
             config=lm.config, inputs_embeds=states, attention_mask=None, past_key_values=None, position_ids=None
         )
@@ -282,24 +319,24 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 queries.append(query)
                 keys.append(key)
             states = layer(states, attention_mask=mask, position_embeddings=rotary)
-            if i < len(seen.deepstack_features):
-                added = torch.cat(seen.deepstack_features[i]).to(states.dtype)
-                states = states.masked_scatter(is_image[..., None], states[is_image] + added)
+            if i < len(deeper):
+                states = states.masked_scatter(is_image[..., None], states[is_image] + deeper[i].to(states.dtype))
         queries, keys = torch.cat(queries, 1), torch.cat(keys, 1)  # [images, heads, l, d]
 
-        out: list[_Glance | None] = [None] * len(questions)
-        for j, i in enumerate(asked):
-            scale, h, w = sizes[i]
+        out = []
+        for j, (scale, h, w) in enumerate(sizes):
             first = len(opening) + 1
             cells, neutral = slice(first, first + h * w), slice(first + h * w, first + h * w + 1)
             question = slice(first + h * w + 1, int(lengths[j]))
-            out[i] = _Glance(
-                scale=scale,
-                query=queries[j, :, question],
-                neutral=queries[j, :, neutral],
-                key=keys[j, :, cells],
-                question=states[j, question],
-                cells=states[j, cells],
+            out.append(
+                _Glance(
+                    scale=scale,
+                    query=queries[j, :, question],
+                    neutral=queries[j, :, neutral],
+                    key=keys[j, :, cells],
+                    question=states[j, question],
+                    cells=states[j, cells],
+                )
             )
         return out
 

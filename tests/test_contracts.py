@@ -545,6 +545,7 @@ def test_what_is_known_of_the_images_serves_another_question(model, monkeypatch)
     known = model.perceive(**first, num_visual_tokens=6)
     wanted = model.perceive(**second, num_visual_tokens=6)
     monkeypatch.setattr("arr_coc.modeling_arr_coc.texture", None)
+    monkeypatch.setattr(model.model, "get_image_features", None)  # the glance's tower
     got = model.perceive(**second, num_visual_tokens=6, known=known)
     assert same(got.allocation, wanted.allocation) and same(got.relevance, wanted.relevance)
     with pytest.raises(ValueError, match="known is of images with grids .* `perceive` returned"):

@@ -22,7 +22,7 @@ from benchmarks import scenes
 from training import arr_coc, base
 from training.batches import Conversations, Scenes, answer_mask, evidence_shares, hops, rope_positions
 from training.few import pyramid_index
-from training.learning import Learner, pixel_values, quicken
+from training.learning import Learner, blocked_attention, pixel_values, quicken
 from training.plan import Plan, Stage
 
 SIZE = 128
@@ -204,6 +204,18 @@ def test_learner_equals_stock(processor, batch, made, on_cpu):
         ids = inputs["input_ids"][0].numpy()
         theirs.append(stock_model(**inputs).logits[0, np.flatnonzero(answer_mask(ids, header, end)) - 1])
     torch.testing.assert_close(mine, torch.cat(theirs), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("length", [1, 64, 65, 150])
+def test_blocked_attention_equals_the_fused_one(length, causal):
+    """Results and gradients, at lengths within one block, at its edge and beyond."""
+    q, k, v = (torch.randn(2, 3, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    mine = blocked_attention(q, k, v, scale=0.3, block=64, causal=causal)
+    fused = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=0.3, is_causal=causal)
+    torch.testing.assert_close(mine, fused)
+    towards = torch.randn_like(fused)
+    torch.testing.assert_close(*(torch.autograd.grad(x, (q, k, v), towards) for x in (mine, fused)))
 
 
 def learner_header(processor):

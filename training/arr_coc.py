@@ -256,8 +256,12 @@ class Learner(nn.Module):
             texture=inputs.pop("texture"),
             detail=inputs.pop("detail"),
         )
-        images = zip(inputs.pop("pixels"), inputs.pop("questions"), strict=True)
-        inputs["pixel_values"] = torch.cat([pixels for pixels, questions in images for _ in range(questions)])
+        pixels, row = inputs.pop("pixels"), [i for i, n in enumerate(inputs.pop("questions")) for _ in range(n)]
+        inputs["pixel_values"] = torch.cat([pixels[i] for i in row])
+        if core.config.participatory != "texture":  # the tower sees an image's thumbnail once for all its questions
+            grids = dict(zip(row, known.grid, strict=True))
+            thumbnails = core.thumbnails(pixels, [grids[i] for i in range(len(pixels))])
+            known.thumbnail = [thumbnails[i] for i in row]
         low, high = np.log(self.budgets)
         shares = np.exp(self.dice.uniform(low, high, len(masks))).tolist()
         perception = core.perceive(**inputs, known=known, num_visual_tokens=shares)

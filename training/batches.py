@@ -214,7 +214,7 @@ class Scenes(IterableDataset):
             tokens = max(1, round(share * grid[0] * grid[1]))
             lost = [detail(torch.from_numpy(scene.image).movedim(2, 0) / 255, CELL) for scene in batch]
             allocation = torch.stack([
-                choose(sights[i][k].sum(0), labels[i]["kind"], lost[i], tokens, dice, known) for i, (k,) in rows
+                choose(sights[i][k].sum(0), labels[i]["thing"], lost[i], tokens, dice, known) for i, (k,) in rows
             ])  # fmt: skip
             shown = pyramid_index(allocation, *grid).numpy()
             at = places(allocation.flatten(0, 1), *grid)[0].view(*shown.shape, 2).numpy()
@@ -247,19 +247,23 @@ class Scenes(IterableDataset):
             "answer_question": np.concatenate(question),
             "look_index": np.concatenate(looks),
             "evidence": np.concatenate(evidence),
-            **{k: np.stack([labels[i][k][row] for (i, _), row in zip(rows, shown, strict=True)]) for k in labels[0]},
+            **{
+                k: np.stack([labels[i][k][row] for (i, _), row in zip(rows, shown, strict=True)])
+                for k in ("kind", "colour", "text", "where")
+            },
         }
         return {**{k: torch.from_numpy(np.ascontiguousarray(a)) for k, a in arrays.items()}, **chosen, "first": first}
 
     def labels(self, scene, sides: Sequence[int]) -> dict[str, np.ndarray]:
         """What the probe must read off each token of a scene whose cells have the first of `sides` px, then the next.
 
-        kind and colour (0 empty), `[tokens]`; text (first tokens; -100 none) and where, `[tokens, 4]`.
+        kind and colour (0 empty), `[tokens]`; text (first tokens; -100 none) and where, `[tokens, 4]`. And thing, its
+        number (0 empty), `[tokens]`, which the probe is not asked for.
         """
         cells = [scenes.cell_labels(scene, side) for side in sides]
         kind, colour, thing = (np.concatenate([c[k].reshape(-1) for c in cells]) for k in ("kind", "colour", "thing"))
         text, where = self.talk.written(scene)[thing], centres(scene)[thing]
-        return {"kind": kind, "colour": colour, "text": text, "where": where}
+        return {"kind": kind, "colour": colour, "text": text, "where": where, "thing": thing}
 
 
 def shrunk(images: np.ndarray, times: int) -> np.ndarray:

@@ -12,23 +12,26 @@ from arr_coc.attending import attend
 
 
 def choose(
-    sight: np.ndarray, kind: np.ndarray, lost: Tensor, tokens: int, dice: np.random.Generator, known: float
+    sight: np.ndarray, thing: np.ndarray, lost: Tensor, tokens: int, dice: np.random.Generator, known: float
 ) -> Tensor:
     """Exactly `tokens` tokens for one question, `[tokens, 3]` rows (scale, y, x), by `attending.attend`.
 
     Args:
         sight (`[cells, ...]`): how much of the evidence each cell holds; only the cells at scale 1 are read.
-        kind (`[cells, ...]`): what stands in each cell, 0 where nothing does; likewise.
+        thing (`[cells, ...]`): number of the thing that stands in each cell, 0 where nothing does; likewise.
         lost (`[2, h, w]`): `texture.detail`.
-        known: how often the evidence is worth more than all else. Else things are, by chance, from not at all on.
+        known: how often the evidence is worth something. Each other thing is by chance, from nothing to as much: a
+            selector is drawn to some and not to others.
     """
     h, w = lost.shape[1:]
     cells = slice(h * w)
-    gain = dice.random() * dice.random(h * w) + dice.random() * (kind[cells] > 0)
+    worth = np.r_[0, 2 * dice.random() * dice.random(thing[cells].max()) ** 2]
+    gain = dice.random() * dice.random(h * w) + worth[thing[cells]]
     if dice.random() < known:
         gain = gain + (sight[cells] > 0) * (1 + 2 * dice.random(h * w))
     gain = torch.from_numpy(gain.reshape(h, w))
     allocator = "lod" if dice.random() < 0.75 else "topk"
+    lost = lost ** dice.uniform(0.4, 1)  # coarse tokens by turns rare and common
     for budget in range(tokens, tokens + 3):  # lod may leave a token or two unspent; rows of one batch are equally long
         allocation = attend(gain, lost, budget, allocator)
         if len(allocation) == tokens:
