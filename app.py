@@ -76,7 +76,8 @@ def run(image: Image.Image, asked: list, choices: dict, max_new_tokens: int, sto
 
 def _drawn(perception):
     """A perception without its largest arrays, which no picture needs: on a Space all that is yielded is copied."""
-    return type(perception)(**{k: v for k, v in perception.items() if k not in ("texture", "detail", "thumbnail", "gain")})
+    large = {"texture", "detail", "thumbnail", "gain"}
+    return type(perception)(**{k: v for k, v in perception.items() if k not in large})
 
 
 def refusing(handler: Callable) -> Callable:

@@ -180,14 +180,12 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         glances, out.thumbnail = [None] * len(questions), [None] * len(questions)
         if self.config.participatory != "texture":
             with _timed(out.seconds, "glance"):
-                asked = [i for i, question in enumerate(questions) if len(question)]
                 out.thumbnail = list(known.thumbnail) if known and known.thumbnail else out.thumbnail
-                new = [i for i in asked if out.thumbnail[i] is None]
+                new = [i for i, question in enumerate(questions) if len(question) and out.thumbnail[i] is None]
                 seen = self.thumbnails([prompt.patches[i] for i in new], [prompt.grids[i] for i in new])
                 for i, each in zip(new, seen, strict=True):
                     out.thumbnail[i] = each
-                for i, glance in zip(asked, self._glance(prompt, questions, out.thumbnail, asked), strict=True):
-                    glances[i] = glance
+                glances = self._glance(prompt, questions, out.thumbnail)
         # Autocast would round the choice to bf16, and it would change with the caller's settings.
         exact = torch.autocast(prompt.patches[0].device.type, enabled=False)
         with _timed(out.seconds, "knowing"), exact:
@@ -274,16 +272,17 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
 
     @torch.no_grad()
     def _glance(
-        self, prompt: "_Prompt", questions: list[Tensor], thumbnail: list[Tensor | None], asked: list[int]
-    ) -> list["_Glance"]:
+        self, prompt: "_Prompt", questions: list[Tensor], thumbnail: list[Tensor | None]
+    ) -> list["_Glance | None"]:
         """A few coarse tokens of each image beside its question, half-way through the language model.
 
         Each image is glanced at on its own, as the stock model sees a thumbnail: `<|im_start|>user`, the thumbnail,
-        the question. What stands elsewhere in the prompt cannot leak in, and neither can the answer in training.
-        `asked`: the images that have a question.
+        the question. What stands elsewhere in the prompt cannot leak in, and neither can the answer in training. None
+        for an image without a question.
         """
+        asked = [i for i, question in enumerate(questions) if len(question)]
         if not asked:
-            return []
+            return [None] * len(questions)
         config, lm = self.config, self.model.language_model
         prompts = []
         device = prompt.input_ids.device
@@ -323,20 +322,18 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 states = states.masked_scatter(is_image[..., None], states[is_image] + deeper[i].to(states.dtype))
         queries, keys = torch.cat(queries, 1), torch.cat(keys, 1)  # [images, heads, l, d]
 
-        out = []
-        for j, (scale, h, w) in enumerate(sizes):
+        out: list[_Glance | None] = [None] * len(questions)
+        for j, (i, (scale, h, w)) in enumerate(zip(asked, sizes, strict=True)):
             first = len(opening) + 1
             cells, neutral = slice(first, first + h * w), slice(first + h * w, first + h * w + 1)
             question = slice(first + h * w + 1, int(lengths[j]))
-            out.append(
-                _Glance(
-                    scale=scale,
-                    query=queries[j, :, question],
-                    neutral=queries[j, :, neutral],
-                    key=keys[j, :, cells],
-                    question=states[j, question],
-                    cells=states[j, cells],
-                )
+            out[i] = _Glance(
+                scale=scale,
+                query=queries[j, :, question],
+                neutral=queries[j, :, neutral],
+                key=keys[j, :, cells],
+                question=states[j, question],
+                cells=states[j, cells],
             )
         return out
 

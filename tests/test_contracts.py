@@ -588,7 +588,8 @@ def test_the_glance_is_what_stock_sees_of_a_thumbnail(fields):
     prompt = _Prompt(**{name: inputs[name] for name in names}, config=model.config)
     questions = [prompt.question(row) for row in prompt.image_rows]
     assert [q.tolist() for q in questions] == [[5, 6, 7], [8, 9, 11, 12], [8, 9, 11, 12], [17, 18], [17, 18]]
-    for i, glance in enumerate(model._glance(prompt, questions)):
+    thumbnails = model.thumbnails(prompt.patches, prompt.grids)
+    for i, glance in enumerate(model._glance(prompt, questions, thumbnails)):
         (h, w), scale = prompt.grids[i], 1 if i in (2, 3, 4) else 2  # the config allows 16 tokens
         rows, columns = -(-h // scale), -(-w // scale)
         n = rows * columns
