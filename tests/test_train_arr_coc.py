@@ -52,20 +52,25 @@ def test_learned_parts_begin_as_another_models_where_they_fit(model):
 
 
 def test_evidence_is_the_cells_that_boxes_reach_into():
-    mask = arr_coc.evidence(rows(boxes=[(33, 5, 60, 60)]), 3, 2, 96, 64)
-    assert mask.tolist() == [[False, True], [False, True], [False, False]]
-    assert arr_coc.evidence(rows(whole=True), 3, 2, 96, 64).all()
+    boxes = arr_coc.evidence(rows(boxes=[(33, 5, 60, 60), (0, 70, 9, 79)]), 3, 2, 96, 64)
+    assert boxes[0].tolist() == [[False, True], [False, True], [False, False]]
+    assert boxes[1].tolist() == [[False, False], [False, False], [True, False]]
+    whole = arr_coc.evidence(rows(whole=True), 3, 2, 96, 64)
+    assert whole.shape == (1, 3, 2) and whole.all()
     assert arr_coc.evidence(rows(), 3, 2, 96, 64) is None
 
 
 def test_grounding_loss_by_hand():
     p, gain = torch.tensor([[0.8, 0.4, 0.4, 0.4]]), torch.tensor([[0.6, 0.2, 0.1, 0.1]])
-    one, whole = torch.tensor([[True, False, False, False]]), torch.ones(1, 4, dtype=torch.bool)
+    one, whole = torch.tensor([[[True, False, False, False]]]), torch.ones(1, 1, 4, dtype=torch.bool)
     inside = (-math.log(0.8) - math.log(0.6)) / 2 - 0.5 * math.log(0.6)
+    two = torch.tensor([[[True, False, False, False]], [[False, True, True, False]]])  # the smaller weighs as much
+    both = (-(math.log(0.8) + math.log(0.4)) / 2 - math.log(0.6)) / 2 - 0.25 * (math.log(0.6) + math.log(0.3))
     everywhere = -(math.log(0.8) + 3 * math.log(0.4)) / 4
     for masks, weight, wanted in (
         ([one], [1.0], inside),
         ([one], [2.0], inside),
+        ([two], [1.0], both),
         ([one, None], [1.0, 9.0], inside),
         ([one, whole], [2.0, 1.0], (2 * inside + everywhere) / 3),
         ([None], [1.0], 0.0),

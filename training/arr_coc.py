@@ -121,8 +121,8 @@ class Collate:
     """Groups of rows -> a batch for `ArrCocForConditionalGeneration`, with texture computed here, by the workers.
 
     Beside the processor's tensors, of which `pixels` has an entry an image, for `questions` rows each: `labels`
-    (answers and end of turn, else -100), `texture` and `detail` (lists), `evidence` (list of `[h, w]` bool, or None
-    where a row says nothing) and `weight [B]`.
+    (answers and end of turn, else -100), `texture` and `detail` (lists), `evidence` (list of `[boxes, h, w]` bool, or
+    None where a row says nothing) and `weight [B]`.
     """
 
     def __init__(self, processor, config, hard_weight: float = 2.0):
@@ -180,30 +180,33 @@ class Collate:
 
 
 def evidence(row: Row, h: int, w: int, height: int, width: int) -> Tensor | None:
-    """`[h, w]` bool: the cells that a row's boxes reach into; all for the whole scene, None where nothing is known."""
+    """`[boxes, h, w]` bool: the cells that each of a row's boxes reaches into; for the whole scene one of all cells,
+    None where nothing is known."""
     if row.whole:
-        return torch.ones(h, w, dtype=torch.bool)
-    return evidence_cells(row.boxes, (h, w), (height, width)) if len(row.boxes) else None
+        return torch.ones(1, h, w, dtype=torch.bool)
+    if not len(row.boxes):
+        return None
+    return torch.stack([evidence_cells([box], (h, w), (height, width)) for box in row.boxes])
 
 
 def grounding_loss(perception: ArrCocOutput, masks: list[Tensor | None], weight: Tensor) -> Tensor:
     """How far relevance is from the evidence: the participatory map's cross-entropy, and -log of the gain's mass in it.
 
-    Evidence and the rest of an image weigh alike, however few cells the evidence has. Rows without evidence count
-    nothing; of whole-scene rows only the first term counts (all of the mass is inside).
+    Boxes weigh alike, so that what is compared with or counted is not lost beside what is large; and evidence and the
+    rest of an image weigh alike, however few cells the evidence has. Rows without evidence count nothing; of
+    whole-scene rows only the first term counts (all of the mass is inside).
     """
     total, count = weight.new_zeros(()), 0.0
-    for i, mask in enumerate(masks):
-        if mask is None:
+    for i, boxes in enumerate(masks):
+        if boxes is None:
             continue
         p = perception.participatory[i].float().clamp(1e-5, 1 - 1e-5)
-        target = mask.to(p)
-        each = F.binary_cross_entropy(p, target, reduction="none")
-        loss = (each * target).sum() / target.sum()
-        if not mask.all():
-            loss = (loss + (each * (1 - target)).sum() / (1 - target).sum()) / 2
+        inside, outside = boxes.to(p), (~boxes.any(0)).to(p)
+        loss = -((p.log() * inside).sum((1, 2)) / inside.sum((1, 2))).mean()
+        if outside.any():
+            loss = (loss - ((1 - p).log() * outside).sum() / outside.sum()) / 2
             gain = perception.gain[i]
-            loss = loss - 0.5 * ((gain * target).sum() / gain.sum()).clamp(min=1e-6).log()
+            loss = loss - 0.5 * ((gain * inside).sum((1, 2)) / gain.sum()).clamp(min=1e-6).log().mean()
         total = total + weight[i] * loss
         count += float(weight[i])
     return total / max(count, 1.0)
@@ -213,11 +216,10 @@ def grounding_loss(perception: ArrCocOutput, masks: list[Tensor | None], weight:
 def grounding_scores(perception: ArrCocOutput, masks: list[Tensor | None]) -> dict[str, float]:
     """Means over rows with evidence that is not the whole image: share of it kept at scale 1, homunculus mass in it."""
     recall, mass = [], []
-    for i, mask in enumerate(masks):
-        if mask is None or mask.all():
+    for i, boxes in enumerate(masks):
+        if boxes is None or (mask := boxes.any(0).cpu()).all():
             continue
         density = tokens_per_cell(perception.allocation[i], *perception.grid[i])
-        mask = mask.cpu()
         recall.append(evidence_recall(density, mask))
         mass.append(box_mass(density, mask))
     if not recall:
