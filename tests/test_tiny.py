@@ -31,7 +31,7 @@ def answers():
 
 
 # What the committed weights reach, less what rounding on another machine may cost; raise them with better weights.
-@pytest.mark.parametrize(("method", "floor"), [("stock", 0.775), ("arr_coc", 0.74)])
+@pytest.mark.parametrize(("method", "floor"), [("stock", 0.845), ("arr_coc", 0.82)])
 def test_accuracy_has_not_dropped(answers, method, floor):
     assert answers[method] >= floor, f"{method} answers {answers[method]:.3f} of {QUESTIONS} questions, not {floor}"
 
