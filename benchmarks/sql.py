@@ -18,6 +18,9 @@ CREATE VIEW speaks AS SELECT task, arg_max(run_id, (n, run_id)) AS run_id
 CREATE VIEW score AS SELECT summary.* FROM summary JOIN speaks USING (task, run_id);
 CREATE VIEW told AS SELECT runs.* FROM runs JOIN speaks USING (task, run_id);
 CREATE VIEW one AS SELECT samples.* FROM samples JOIN speaks USING (task, run_id);
+CREATE VIEW versus AS  -- beside each answer ARR-COC's to the same question; beside stock's, that at each budget
+    SELECT one.*, ours.score AS ours, ours.budget AS our_budget FROM one JOIN one AS ours USING (task, sample_id)
+    WHERE ours.method = 'arr_coc' AND (ours.budget = one.budget OR one.method = 'stock');
 CREATE VIEW timed AS SELECT * FROM speed
     QUALIFY run_id = max(run_id) OVER (PARTITION BY shape, device, batch, native_tokens, budget_tokens);
 """

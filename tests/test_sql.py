@@ -155,6 +155,26 @@ class TestReport:
         assert cells[:4] == ["toy", "10 %", "12", "0.500"] and cells[4].startswith("0.500 [0.2")
         assert cells[5] == "0.500" and cells[6] == "0.500" and cells[8:] == ["1.000", "**no**"]
 
+    def test_who_answered_fewer_questions_is_compared_on_those_alone(self, data, tmp_path):
+        """Methods that answered the easy half only: as good there as ARR-COC, and not twice as good."""
+        shutil.copytree(data, tmp_path / "data")
+        for path in (tmp_path / "data" / "samples").glob("*.parquet"):
+            rows = pq.read_table(path).to_pylist()
+            few = ("blind", "downscale_latency", "no_tensions")
+            schema.write("samples", [r for r in rows if r["method"] not in few or r["score"] == 1], path)
+        con = sql.connect(tmp_path / "data")
+        for block, method in (("ablations", "no_tensions"), ("methods", "blind"), ("latency", "10 %")):
+            lines = report.BLOCKS[block](con, report.CARDS[0]).splitlines()
+            (line,) = [line for line in lines if f" {method} " in line]
+            cells = [c.strip() for c in line.split("|")[1:-1]]
+            assert "6" in cells and ("+0.000" in cells or cells[3:5] == ["1.000", "1.000"]), line
+        names, rows = sql.select(con, sql.named_query("ablations"))
+        assert {row[names.index("without_it")] for row in rows} == {0.0}
+        names, rows = sql.select(con, sql.named_query("where_we_lose"))
+        assert not rows
+        names, rows = sql.select(con, sql.named_query("kept_quality"))
+        assert {row[names.index("kept")] for row in rows if row[names.index("method")] == "blind"} == {1.0}
+
     def test_writing_twice_changes_nothing(self, con):
         for path in report.CARDS:
             once = report.filled(path.read_text(), con, path)

@@ -1,10 +1,12 @@
--- Where we lose: every method, task, budget and question type in which ARR-COC is behind, the oracle aside.
-SELECT other.task, other.budget, question_type, other.method, other.n, ours.accuracy AS arr_coc,
-       other.accuracy AS theirs, other.accuracy - ours.accuracy AS behind,
-       ours.accuracy_low > other.accuracy_high OR other.accuracy_low > ours.accuracy_high AS intervals_apart
-FROM summary other
-JOIN summary ours USING (run_id, task, question_type, budget)
-WHERE ours.method = 'arr_coc' AND other.accuracy > ours.accuracy
+-- Where we lose: each method, task, budget and question type in which ARR-COC is behind on the same questions.
+SELECT other.task, other.budget, coalesce(other.question_type, '*') AS question_type, other.method, count(*) AS n,
+       avg(ours.score) AS arr_coc, avg(other.score) AS theirs, avg(other.score) - avg(ours.score) AS behind
+FROM samples other
+JOIN samples ours USING (run_id, task, sample_id, budget)
+WHERE ours.method = 'arr_coc'
   AND NOT starts_with(other.method, 'oracle') AND NOT starts_with(other.method, 'arr_coc')
   AND NOT starts_with(other.method, 'no_')
-ORDER BY behind DESC, other.task, other.budget, other.method;
+GROUP BY GROUPING SETS ((other.task, other.budget, other.method, other.question_type),
+                        (other.task, other.budget, other.method))
+HAVING behind > 0
+ORDER BY behind DESC, other.task, other.budget, other.method, question_type;
