@@ -5,8 +5,8 @@ Each is a score map `[h, w]` in [0, 1] over the cells of one image:
 - *propositional*: what information is here. How much would be lost if the cell were shown coarsely.
 - *perspectival*: what stands out from here. Centre-surround saliency, with a mild pull to the centre of view.
 - *participatory*: what this question asks for here. Read from the *glance* (a few coarse tokens of the image beside the
-  question, half-way through the language model), from *texture* and the question's words (cheap, and blind to what a
-  thing is), or from both.
+  question, half-way through the language model), from *texture*, what the *retina* sees and the question's words
+  (cheap), or from both.
 
 The names are Vervaeke's kinds of knowing. Every learned part starts as a rule that needs no training: the glance is
 read as a plain mean over heads, and the lens is silent.
@@ -80,13 +80,50 @@ class Affinity(nn.Module):
         return self.temperature * (asked.log() - drawn.log())
 
 
-class Lens(nn.Module):
-    """What training adds: question and cells read together at native resolution, by two small transformer blocks.
+class Retina(nn.Module):
+    """What stands in each cell, seen by a small convolutional network before any of the tower runs.
 
-    A cell enters as its texture, `conv(C -> 64 -> d)`, as the language model's state of the glance's cell that it lies
-    in, or as both; the question as its tokens' states, or their embeddings without a glance. So what is asked for can
-    be a colour, a thing, or what stands left of another. Its last layer starts at zero: silent until trained.
+    Texture says how a cell is drawn, not what it shows; and the glance sees a thing of 20 px as one of 10. This sees
+    native resolution, at less than a thousandth of what Qwen3-VL-2B's prefill takes. No question is needed: what it saw
+    of an image serves all that are asked about it. A cell's value depends on the pixels up to 64 px around.
     """
+
+    WIDTHS = (32, 64, 112)  # at a quarter, an eighth and a sixteenth of the pixels
+
+    def __init__(self, dim: int):
+        super().__init__()
+        fine, middle, coarse = self.WIDTHS
+        self.stem = nn.Conv2d(3, fine, 7, stride=4, padding=3)
+        self.layers = nn.ModuleList([
+            nn.Conv2d(fine, middle, 3, stride=2, padding=1),
+            nn.Conv2d(middle, middle, 3, padding=1),
+            nn.Conv2d(middle, coarse, 3, stride=2, padding=1),
+            nn.Conv2d(coarse, coarse, 3, padding=1),
+            nn.Conv2d(coarse, coarse, 3, padding=1),
+        ])  # fmt: skip
+        self.out = nn.Linear(2 * coarse, dim)
+
+    def forward(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
+        """One image, `[3, H, W]` in [0, 1] of `grid` cells -> `[dim, h, w]` float32, unbounded."""
+        x = self.stem(2 * pixels[None].float() - 1)
+        for layer in self.layers:
+            seen = layer(F.gelu(_normal(x, 1)))
+            x = x + seen if seen.shape == x.shape else seen
+        x = F.gelu(_normal(x, 1))
+        cells = torch.cat([F.adaptive_max_pool2d(x, grid), F.adaptive_avg_pool2d(x, grid)], 1)[0]
+        return self.out(cells.movedim(0, -1)).movedim(-1, 0).float()
+
+
+class Lens(nn.Module):
+    """What training adds: question and cells read together at native resolution, by three small transformer blocks.
+
+    A cell enters as its texture, `conv(C -> 64 -> d)`, and what the retina saw there, as the language model's state of
+    the glance's cell that it lies in, or as all of them; the question as its tokens' embeddings, with a glance their
+    states, too. So what is asked for can be a colour, a thing, or what stands left of another. Its last layer starts at
+    zero: silent until trained.
+    """
+
+    BLOCKS = 3
 
     def __init__(self, channels: int, hidden_size: int, dim: int):
         super().__init__()
@@ -94,30 +131,43 @@ class Lens(nn.Module):
         self.far = nn.Conv2d(64, dim, 3, padding=1)
         self.cell = nn.Linear(hidden_size, dim)
         self.place = nn.Linear(2, dim)
-        self.question = nn.Linear(hidden_size, dim)
-        self.blocks = nn.ModuleList(_Block(dim) for _ in range(2))
+        self.word = nn.Linear(hidden_size, dim)
+        self.asked = nn.Linear(hidden_size, dim)
+        self.blocks = nn.ModuleList(_Block(dim) for _ in range(self.BLOCKS))
         self.out = Silent(dim, 1)
 
     def forward(
-        self, grid: tuple[int, int], question: Tensor, texture: Tensor | None, states: Tensor | None, scale: int
+        self,
+        grid: tuple[int, int],
+        words: Tensor,
+        texture: Tensor | None = None,
+        retina: Tensor | None = None,
+        glance: tuple[Tensor, Tensor, int] | None = None,
     ) -> Tensor:
         """One image's logits, `[h, w]` for a grid `(h, w)`.
 
         Args:
-            question (`[Q, d]`): its tokens' states after the glance's last layer, or their embeddings.
+            words (`[Q, d]`): the question's embeddings.
             texture (`[C, h, w]`) or None.
-            states (`[n, d]`) or None: the glance's cells after its last layer, in raster order at `scale`.
+            retina (`[dim, h, w]`) or None: what `Retina` saw.
+            glance: after its last layer the question's states (`[Q, d]`) and those of its cells (`[n, d]`, in raster
+                order), and the cells' scale; or None.
         """
         h, w = grid
         at = torch.stack(
-            torch.meshgrid(*(torch.linspace(-1, 1, n, device=question.device) for n in grid), indexing="ij")
+            torch.meshgrid(*(torch.linspace(-1, 1, n, device=words.device) for n in grid), indexing="ij")
         )
         cells = self.place(at.flatten(1).T)  # [h * w, dim]
         if texture is not None:
             cells = cells + self.far(F.gelu(self.near(texture[None])))[0].flatten(1).T
-        if states is not None:
+        if retina is not None:
+            cells = cells + retina.flatten(1).T
+        question = self.word(_normal(words))
+        if glance is not None:
+            asked, states, scale = glance
+            question = question + self.asked(_normal(asked))
             cells = cells + to_grid(self.cell(_normal(states)).T, scale, h, w).flatten(1).T
-        x = torch.cat([cells, self.question(_normal(question))])
+        x = torch.cat([cells, question])
         for block in self.blocks:
             x = block(x)
         return self.out(_normal(x[: h * w])).reshape(h, w)
@@ -138,8 +188,9 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(_normal(x))))
 
 
-def _normal(x: Tensor) -> Tensor:
-    return F.layer_norm(x.float(), x.shape[-1:])
+def _normal(x: Tensor, dim: int = -1) -> Tensor:
+    x = x.float().movedim(dim, -1)
+    return F.layer_norm(x, x.shape[-1:]).movedim(-1, dim)
 
 
 def to_grid(coarse: Tensor, scale: int, h: int, w: int) -> Tensor:

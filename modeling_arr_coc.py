@@ -38,7 +38,7 @@ from transformers.utils import ModelOutput, cached_file
 from .attending import Shaping, attend, flat, flat_scale, resolve_budget, token_gain
 from .balancing import Policy, balance
 from .configuration_arr_coc import ArrCocConfig, check_budget
-from .knowing import Affinity, Lens, Silent, perspectival, propositional, to_grid
+from .knowing import Affinity, Lens, Retina, Silent, perspectival, propositional, to_grid
 from .patches import finite, to_pixels
 from .realizing import gather_patches, pool_features, shorten, tower_inputs
 from .texture import detail, texture
@@ -60,6 +60,7 @@ class ArrCocOutput(ModelOutput):
         grid: `(h, w)` in cells.
         texture: `[C, h, w]` float32.
         detail: `[2, h, w]` in [0, 1], what is lost at scales 2 and 4.
+        retina: `[lens_dim, h, w]`, what the retina sees in each cell; None where only the glance is asked.
         thumbnail: `[1 + deepstack layers, n, hidden]`, what the vision tower makes of the glance's coarse tokens: the
             merger's output and the deepstack features; None without a glance or a question.
         propositional, perspectival, participatory: `[h, w]` in [0, 1].
@@ -76,6 +77,7 @@ class ArrCocOutput(ModelOutput):
     grid: list[tuple[int, int]] | None = None
     texture: list[Tensor] | None = None
     detail: list[Tensor] | None = None
+    retina: list[Tensor | None] | None = None
     thumbnail: list[Tensor | None] | None = None
     propositional: list[Tensor] | None = None
     perspectival: list[Tensor] | None = None
@@ -97,6 +99,7 @@ class Relevance(nn.Module):
         text = config.text_config
         read = min(config.glance_readout_layers, config.num_glance_layers)
         self.affinity = Affinity(read * text.num_attention_heads)
+        self.retina = Retina(config.lens_dim)
         self.lens = Lens(config.num_texture_channels, text.hidden_size, config.lens_dim)
         self.policy = Policy(text.hidden_size, config.policy_dim, config.weights_normalisation)
         self.shaping = Shaping()
@@ -155,8 +158,8 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 processor made them; its further outputs are accepted and not needed.
             num_visual_tokens: the budget of each image, or a list with one an image: a positive int, a share in
                 (0, 1], `"auto"` or `"all"`; the config's unless given.
-            known: what was perceived of the same images with another question; texture and thumbnails are not
-                computed again.
+            known: what was perceived of the same images with another question; what does not depend on the question
+                (texture, detail, retina, thumbnail) is not computed again.
 
         Returns:
             [`ArrCocOutput`], which `generate` and `forward` accept as `perception` beside the same inputs.
@@ -173,7 +176,9 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
         out.grid, out.seconds = prompt.grids, {}
         if not prompt.grids:
             return out
-        with _timed(out.seconds, "texture"):
+        # Autocast would round the choice to bf16, and it would change with the caller's settings.
+        exact = torch.autocast(prompt.patches[0].device.type, enabled=False)
+        with _timed(out.seconds, "texture"), exact:
             self._see(prompt, out, known)
         questions = [prompt.question(row) for row in prompt.image_rows]
         embedded = [self.get_input_embeddings()(question).detach() for question in questions]
@@ -186,13 +191,11 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                 for i, each in zip(new, seen, strict=True):
                     out.thumbnail[i] = each
                 glances = self._glance(prompt, questions, out.thumbnail)
-        # Autocast would round the choice to bf16, and it would change with the caller's settings.
-        exact = torch.autocast(prompt.patches[0].device.type, enabled=False)
         with _timed(out.seconds, "knowing"), exact:
             for i in range(len(prompt.grids)):
                 out.propositional.append(propositional(out.detail[i]))
                 out.perspectival.append(perspectival(out.texture[i]))
-                out.participatory.append(self._participate(prompt.grids[i], out.texture[i], embedded[i], glances[i]))
+                out.participatory.append(self._participate(out, i, embedded[i], glances[i]))
         with _timed(out.seconds, "balancing"), exact:
             for i, maps in enumerate(zip(out.propositional, out.perspectival, out.participatory, strict=True)):
                 asked = embedded[i].mean(0) if len(embedded[i]) else embedded[i].new_zeros(embedded[i].shape[1])
@@ -219,6 +222,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
                     "returned for these images."
                 )
             out.texture, out.detail = list(known.texture), list(known.detail)
+            out.retina = list(known.retina or [None] * len(out.texture))
             return
         config = self.config
         for patches, (_, h, w) in zip(prompt.patches, prompt.grid_thw.tolist(), strict=True):
@@ -227,20 +231,21 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             )[0]
             out.texture.append(texture(pixels, config.cell, config.texture_groups))
             out.detail.append(detail(pixels, config.cell))
+            looked = config.participatory != "glance"
+            out.retina.append(self.relevance.retina(pixels, out.texture[-1].shape[1:]) if looked else None)
 
-    def _participate(
-        self, grid: tuple[int, int], texture: Tensor, embedded: Tensor, glance: "_Glance | None"
-    ) -> Tensor:
+    def _participate(self, out: ArrCocOutput, i: int, embedded: Tensor, glance: "_Glance | None") -> Tensor:
         """One image's participatory map, `[h, w]`. Without a question nothing is asked for anywhere: 0.5 throughout."""
-        logits = torch.zeros(grid, device=texture.device)
+        grid = out.grid[i]
+        logits = torch.zeros(grid, device=embedded.device)
         if not len(embedded):
             return logits.sigmoid()
-        states, scale, question = None, 1, embedded
+        seen = (None, None) if self.config.participatory == "glance" else (out.texture[i], out.retina[i])
+        states = None
         if glance is not None:
-            states, scale, question = glance.cells, glance.scale, glance.question
-            logits = to_grid(self.relevance.affinity(glance.query, glance.neutral, glance.key), scale, *grid)
-        seen = None if self.config.participatory == "glance" else texture
-        return (logits + self.relevance.lens(grid, question, seen, states, scale)).sigmoid()
+            logits = to_grid(self.relevance.affinity(glance.query, glance.neutral, glance.key), glance.scale, *grid)
+            states = glance.question, glance.cells, glance.scale
+        return (logits + self.relevance.lens(grid, embedded, *seen, states)).sigmoid()
 
     def _thumbnail_grid(self, h: int, w: int) -> tuple[int, int, int]:
         """At which scale the glance sees a grid `h x w`, and that thumbnail's height and width in tokens."""

@@ -1,7 +1,10 @@
 """What a prefill costs, counted from a config: the FLOP model beside every measurement.
 
-Two for a multiplication with its addition; matrices and attention scores are counted, norms and softmax are not.
+Two for a multiplication with its addition; matrices, convolutions and attention scores are counted, norms and softmax
+are not, nor the fixed filters of texture.
 """
+
+from arr_coc.knowing import Lens, Retina
 
 
 def tower_flops(config, tokens: int) -> float:
@@ -35,10 +38,32 @@ def glance_flops(config, cells: int, text: int) -> float:
     return tower_flops(config, cells) + language_flops(config, cells + text, config.num_glance_layers)
 
 
-def method_flops(config, drops: str, native: int, budget: int, text: int, glance: int = 0) -> float:
-    """A prefill in which `native` visual tokens become `budget` where `drops` says, after a glance of `glance`."""
-    head = 2 * config.text_config.hidden_size * config.text_config.vocab_size
+def retina_flops(config, cells: int) -> float:
+    """The retina on an image of `cells` cells."""
+    fine, middle, coarse = Retina.WIDTHS
+    quarter, eighth, sixteenth = (cells * (config.cell / n) ** 2 for n in (4, 8, 16))  # positions at each resolution
+    weights = quarter * 49 * 3 * fine + eighth * 9 * (fine + middle) * middle
+    weights += sixteenth * 9 * (middle + 2 * coarse) * coarse + cells * 2 * coarse * config.lens_dim
+    return 2 * weights
+
+
+def lens_flops(config, cells: int, text: int) -> float:
+    """The lens's blocks over `cells` cells and a question of `text` tokens."""
+    d, tokens = config.lens_dim, cells + text
+    return Lens.BLOCKS * (2 * tokens * 8 * d * d + 4 * tokens**2 * d)
+
+
+def choosing_flops(config, cells: int, text: int, glance: int = 0) -> float:
+    """ARR-COC's choice among `cells` for a question of `text` tokens, with a glance of `glance` coarse ones."""
     looked = glance_flops(config, glance, text) if glance else 0.0
+    return looked + retina_flops(config, cells) + lens_flops(config, cells, text)
+
+
+def method_flops(config, drops: str, native: int, budget: int, text: int, glance: int | None = None) -> float:
+    """A prefill in which `native` visual tokens become `budget` where `drops` says; `glance`: by ARR-COC's choice, with
+    a glance of so many coarse tokens."""
+    head = 2 * config.text_config.hidden_size * config.text_config.vocab_size
+    looked = 0.0 if glance is None else choosing_flops(config, native, text, glance)
     if drops == "nowhere":
         return looked + prefill_flops(config, native, text)
     if drops == "before the tower":

@@ -244,9 +244,10 @@ def medians(rows: list[dict], config, shape: str, device: str, dtype: torch.dtyp
         row |= {"joules_median": statistics.median(seen[at, "joules"]) if (at, "joules") in seen else None}
         row |= {"kv_bytes": batch * kv_bytes(config, method.drops, native, kept, said["text"], width)}
         s = flat_scale(size // config.cell, size // config.cell, config.glance_tokens)
-        looks = (-(-size // config.cell // s)) ** 2 if name.startswith("arr_coc") and name != "arr_coc_texture" else 0
+        looks = None if not name.startswith("arr_coc") else (-(-size // config.cell // s)) ** 2
+        looks = 0 if name == "arr_coc_texture" else looks
         flops = [method_flops(config, m, native, k, text, g) for m, k, g in (
-            (method.drops, kept, looks), ("nowhere", native, 0))]  # fmt: skip
+            (method.drops, kept, looks), ("nowhere", native, None))]  # fmt: skip
         out.append(row | {"stage": "model", "seconds_median": None, "ratio_to_stock": flops[0] / flops[1]})
         for stage in ("*", *sorted(k for (a, k) in seen if a == at and k not in ("*", "peak", "joules"))):
             seconds = statistics.median(seen[at, stage])

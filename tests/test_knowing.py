@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arr_coc.knowing import Affinity, Lens, Silent, perspectival, propositional, to_grid
+from arr_coc.knowing import Affinity, Lens, Retina, Silent, perspectival, propositional, to_grid
 from arr_coc.texture import channel_names, detail, texture
 
 
@@ -101,8 +101,36 @@ class TestAffinity:
         assert torch.equal(affinity(*half), affinity(*(x.float() for x in half)))
 
 
+class TestRetina:
+    @pytest.mark.parametrize("cell", [16, 28, 32])
+    @pytest.mark.parametrize("grid", [(1, 1), (3, 5), (9, 4)])
+    def test_it_says_something_of_each_cell_whatever_a_cells_size(self, cell, grid):
+        retina = fresh(Retina(6))
+        seen = retina(random(3, cell * grid[0], cell * grid[1]).sigmoid(), grid)
+        assert seen.shape == (6, *grid) and seen.isfinite().all()
+        assert seen.flatten(1).unique(dim=1).shape[1] == grid[0] * grid[1]
+
+    def test_a_cell_depends_on_what_is_within_64_px_alone(self):
+        retina, pixels = fresh(Retina(6)), random(3, 320, 320).sigmoid()
+        changed = pixels.clone()
+        changed[:, 160:192, 160:192] = 0
+        moved = (retina(pixels, (10, 10)) != retina(changed, (10, 10))).any(0)
+        assert moved[5, 5] and not moved[:3].any() and not moved[8:].any() and not moved[:, :3].any()
+
+    def test_it_sees_what_is_a_few_pixels_large(self):
+        retina, pixels = fresh(Retina(6)), torch.full((3, 64, 64), 0.5)
+        dot = pixels.clone()
+        dot[:, 10:13, 10:13] = 1
+        assert (retina(pixels, (2, 2)) - retina(dot, (2, 2)))[:, 0, 0].abs().max() > 1e-3
+
+    def test_it_computes_in_float32_whatever_it_is_given(self):
+        retina, pixels = fresh(Retina(6)), random(3, 64, 64).sigmoid().bfloat16()
+        assert torch.equal(retina(pixels, (2, 2)), retina(pixels.float(), (2, 2)))
+
+
 class TestLens:
-    ARGS = {"grid": (3, 5), "question": random(4, 16), "texture": random(13, 3, 5), "states": random(6, 16), "scale": 2}
+    ARGS = {"grid": (3, 5), "words": random(4, 16), "texture": random(13, 3, 5), "retina": random(8, 3, 5)}
+    ARGS["glance"] = random(4, 16, seed=1), random(6, 16), 2
 
     def lens(self, trained=True):
         lens = fresh(Lens(13, 16, 8))
@@ -113,18 +141,28 @@ class TestLens:
     def test_it_is_silent_until_trained(self):
         assert torch.equal(self.lens(trained=False)(**self.ARGS), torch.zeros(3, 5))
 
-    @pytest.mark.parametrize("left_out", [(), ("texture",), ("states",), ("texture", "states")])
+    @pytest.mark.parametrize(
+        "left_out", [(), ("texture",), ("retina",), ("glance",), ("texture", "retina"), ("texture", "retina", "glance")]
+    )
     def test_it_reads_whichever_it_is_given(self, left_out):
         args = self.ARGS | dict.fromkeys(left_out)
         lens = self.lens()
         got = lens(**args)
         assert got.shape == (3, 5) and got.std() > 0
-        assert not torch.allclose(got, lens(**args | {"question": random(4, 16, seed=9)}))
-        for name in {"texture", "states"} - set(left_out):
-            assert not torch.allclose(got, lens(**args | {name: random(*args[name].shape, seed=9)})), name
+        asked, states, scale = self.ARGS["glance"]
+        other = {
+            "words": [random(4, 16, seed=9)],
+            "texture": [random(13, 3, 5, seed=9)],
+            "retina": [random(8, 3, 5, seed=9)],
+            "glance": [(random(4, 16, seed=9), states, scale), (asked, random(6, 16, seed=9), scale)],
+        }
+        for name in other.keys() - set(left_out):
+            for value in other[name]:
+                assert not torch.allclose(got, lens(**args | {name: value})), name
 
     def test_it_tells_places_apart(self):
-        same = {"texture": torch.ones(13, 3, 5), "states": torch.ones(6, 16)}
+        same = {"texture": torch.ones(13, 3, 5), "retina": torch.ones(8, 3, 5)}
+        same["glance"] = random(4, 16, seed=1), torch.ones(6, 16), 2
         assert self.lens()(**self.ARGS | same).flatten().unique().numel() == 15
 
 

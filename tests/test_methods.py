@@ -13,7 +13,7 @@ from arr_coc import ArrCocConfig
 from arr_coc.attending import tokens_per_cell
 from arr_coc.checkpoints.make_tiny import TINY
 from arr_coc.patches import to_patches
-from benchmarks.flops import language_flops, method_flops, prefill_flops, tower_flops
+from benchmarks.flops import language_flops, lens_flops, method_flops, prefill_flops, retina_flops, tower_flops
 from benchmarks.methods import (
     METHODS,
     cdpruner,
@@ -146,10 +146,10 @@ class TestDownscale:
         wanted = to_patches(F.avg_pool2d(image, 2).round() / 127.5 - 1)
         assert torch.allclose(seen[0], wanted, atol=0.01)
 
-    def test_equal_latency_costs_no_more_and_the_next_token_would(self, small):
-        config = small.config
+    def test_equal_latency_costs_no_more_and_the_next_token_would(self):
+        config = ArrCocConfig.from_pretrained(TINY.parents[1])
         tokens = downscale.equal_latency(config, 16, 16, 51)
-        ours = method_flops(config, "before the tower", 256, 51, 32, glance=4)
+        ours = method_flops(config, "before the tower", 256, 51, 32, glance=64)
         assert prefill_flops(config, tokens, 32) <= ours < prefill_flops(config, tokens + 1, 32)
 
 
@@ -322,6 +322,19 @@ class TestFlops:
         for tokens, tower, language in ((256, 0.78, 0.85), (1024, 4.34, 3.13), (4096, 37.2, 13.6)):
             assert tower_flops(config, tokens) / 1e12 == pytest.approx(tower, rel=0.04)
             assert language_flops(config, tokens) / 1e12 == pytest.approx(language, rel=0.16)
+
+    def test_the_retinas_and_the_lenss_cost_is_what_torch_counts(self, small):
+        from torch.utils.flop_counter import FlopCounterMode
+
+        config, relevance = small.config, small.relevance
+        with FlopCounterMode(display=False) as counted, torch.no_grad():
+            relevance.retina(torch.rand(3, 8 * config.cell, 8 * config.cell), (8, 8))
+        assert retina_flops(config, 64) == counted.get_total_flops()
+        x = torch.rand(64 + 5, config.lens_dim)
+        with FlopCounterMode(display=False) as counted, torch.no_grad():
+            for block in relevance.lens.blocks:
+                x = block(x)
+        assert lens_flops(config, 64, 5) == pytest.approx(counted.get_total_flops(), rel=0.01)
 
     def test_earlier_is_cheaper(self):
         config = ArrCocConfig.from_pretrained(TINY.parents[1])

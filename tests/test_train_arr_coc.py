@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from copy import deepcopy
@@ -17,6 +18,8 @@ from safetensors.torch import load_file
 from arr_coc import ArrCocForConditionalGeneration, ArrCocOutput
 from arr_coc.checkpoints.make_tiny import TINY
 from arr_coc.train import parser
+from benchmarks.scene_vocabulary import COLOURS, KINDS
+from benchmarks.scenes import make_scene
 from training import arr_coc
 
 SIZE = 128
@@ -80,6 +83,18 @@ def test_grounding_loss_by_hand():
         assert float(loss) == pytest.approx(wanted, rel=1e-5)
 
 
+def test_naming_loss_by_hand(model):
+    """Kind and colour, an empty cell a tenth; images that say nothing of their cells count nothing."""
+    learner = arr_coc.Learner(model, "cells")
+    seen = torch.randn(model.config.lens_dim, 1, 2)
+    kind, colour = (head(seen[:, 0].T).log_softmax(-1) for head in learner.names)
+    cells = torch.tensor([[[3, 0]], [[2, 0]]])
+    wanted = -(kind[0, 3] + colour[0, 2] + 0.1 * (kind[1, 0] + colour[1, 0])) / 1.1
+    loss, right = learner.naming_loss([seen, seen], [cells, None])
+    torch.testing.assert_close(loss, wanted)
+    assert right == float(kind[0].argmax() == 3)  # the empty cell is not a thing
+
+
 def test_log_likelihood_by_hand():
     """The tokens' shares of the gain; a coarse one has that of all it covers."""
     gain = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
@@ -109,11 +124,25 @@ def test_batches_hold_what_the_processor_makes(processor, model):
         said = batch["labels"][i][batch["labels"][i] >= 0]
         assert processor.tokenizer.decode(said) == row.answer + "<|im_end|>"
         assert real[n:].tolist() == said.tolist() and batch["labels"][i][-1] >= 0
-        torch.testing.assert_close(batch["pixels"][0], stock["pixel_values"])
+        torch.testing.assert_close(batch["patches"][0], stock["pixel_values"])
         with torch.no_grad():
             seen = model.perceive(**stock)
         torch.testing.assert_close(batch["texture"][i], seen.texture[0])
         torch.testing.assert_close(batch["detail"][i], seen.detail[0])
+        with torch.no_grad():
+            retina = model.relevance.retina(batch["pixels"][0], seen.grid[0])
+        torch.testing.assert_close(retina, seen.retina[0])
+
+
+def test_batches_say_what_stands_in_each_cell(processor, model):
+    group = arr_coc.scene_rows(1 << 36, "valid", SIZE, 2)
+    batch = arr_coc.Collate(processor, model.config)([group, [rows()]])
+    kind, colour = batch["cells"][0]
+    scene = make_scene(1 << 36, "valid", SIZE, n_questions=2)
+    assert {(KINDS[k - 1], COLOURS[c - 1]) for k, c in zip(kind[kind > 0], colour[kind > 0], strict=True)} <= {
+        (thing.kind, thing.colour) for thing in scene.objects
+    }
+    assert (kind > 0).any() and batch["cells"][1] is None and len(batch["pixels"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -151,7 +180,7 @@ def answer_loss(processor, choice: str, distil: float, budget: float, **fields):
     batch = arr_coc.Collate(processor, model.config)([arr_coc.scene_rows(1 << 36, "valid", SIZE, 3)])
     learner = arr_coc.Learner(model, "answers", choice, distil=distil)
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "image_grid_thw", "mm_token_type_ids")}
-    inputs["pixel_values"] = torch.cat(batch["pixels"] * 3)
+    inputs["pixel_values"] = torch.cat(batch["patches"] * 3)
     torch.manual_seed(0)
     perception = model.perceive(**inputs, num_visual_tokens=budget)
     perception.gain = [gain.detach().requires_grad_() for gain in perception.gain]
@@ -205,6 +234,23 @@ def test_a_run_trains_relevance_alone_and_shows_itself(tmp_path, stage, more):
     assert [event.step for event in board.Images("relevance")] == [1, 2, 4]
     scalars = EventAccumulator(str(next(tmp_path.glob("state/runs/*")))).Reload().Tags()["scalars"]
     assert any("steepness" in name for name in scalars)
+
+
+def test_the_retina_learns_cells_and_nothing_else_moves(tmp_path):
+    log = run(tmp_path, "--stage", "cells", "--lr", "0.01", "--picture-every", "0")
+    assert all(row["cells"] == pytest.approx(row["loss"], rel=1e-3) for row in log)
+    before, after = (load_file(folder / "model.safetensors") for folder in (TINY, tmp_path / "model"))
+    moved = {name for name in after if not torch.equal(before[name].float(), after[name].to(before[name]).float())}
+    assert moved and all(name.startswith("relevance.retina.") for name in moved)
+
+
+def test_cells_cannot_be_learned_where_none_are_named_or_no_retina_looks(tmp_path):
+    shutil.copytree(TINY, tmp_path / "glance")
+    config = json.loads((TINY / "config.json").read_text()) | {"participatory": "glance"}
+    (tmp_path / "glance" / "config.json").write_text(json.dumps(config))
+    for more in (("--dataset", "rows"), ("--model", str(tmp_path / "glance"))):
+        with pytest.raises(ValueError, match="leave --dataset out"):
+            run(tmp_path / "out", "--stage", "cells", *more)
 
 
 @pytest.mark.slow

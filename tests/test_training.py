@@ -30,7 +30,7 @@ def steps(model, inputs, number, lr=0.1, **kwargs):
         optimiser.step()
 
 
-UNUSED = {"both": (), "glance": ("lens.near", "lens.far"), "texture": ("affinity", "lens.cell")}
+UNUSED = {"both": (), "glance": ("lens.near", "lens.far", "retina"), "texture": ("affinity", "lens.cell", "lens.asked")}
 
 
 class TestGradients:

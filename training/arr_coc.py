@@ -5,6 +5,7 @@
 
 Each row is an image, a question, its answer, and where it has them the boxes of the evidence. The curriculum:
 
+0. *cells* (rendered scenes): the retina learns what stands in each cell, no question is asked;
 1. *grounded*: relevance learns the evidence boxes, no token is spent;
 2. (*video*: relevance carried from frame to frame. Not there yet.)
 3. *answers*: end to end. A budget is drawn for every image, its tokens are chosen and realized, and the answer's loss
@@ -38,9 +39,11 @@ from arr_coc.balancing import TENSIONS
 from arr_coc.patches import to_pixels
 from arr_coc.texture import detail, texture
 from benchmarks.metrics import box_mass, evidence_cells, evidence_recall
+from benchmarks.scene_vocabulary import COLOURS, KINDS
 
 from .base import begin_log, elapsed
 
+STAGES = ("cells", "grounded", "answers")
 CHOICES = ("straight-through", "perturbed")
 
 
@@ -54,6 +57,7 @@ class Row:
     boxes: list = field(default_factory=list)  # evidence, (x0, y0, x1, y1) in pixels of the image
     whole: bool = False  # the question is about the whole image: everything is evidence
     hard: bool = False
+    cells: np.ndarray | None = None  # what stands in each cell, [2, h, w] int64: kind and colour, 0 = empty
 
 
 class SceneRows(IterableDataset):
@@ -76,11 +80,13 @@ class SceneRows(IterableDataset):
 
 
 def scene_rows(seed: int, split: str, size: int, questions: int) -> list[Row]:
-    from benchmarks.scenes import make_scene
+    from benchmarks.scenes import cell_labels, make_scene
 
     scene = make_scene(seed, split, size, n_questions=questions)
+    stands = cell_labels(scene)
+    cells = np.stack([stands["kind"], stands["colour"]])
     return [
-        Row(scene.image, q.question, q.answer, list(q.boxes), whole=q.type == "whole", hard=scene.hard)
+        Row(scene.image, q.question, q.answer, list(q.boxes), q.type == "whole", scene.hard, cells)
         for q in scene.questions
     ]
 
@@ -120,13 +126,14 @@ class DatasetRows(Dataset):
 class Collate:
     """Groups of rows -> a batch for `ArrCocForConditionalGeneration`, with texture computed here, by the workers.
 
-    Beside the processor's tensors, of which `pixels` has an entry an image, for `questions` rows each: `labels`
-    (answers and end of turn, else -100), `texture` and `detail` (lists), `evidence` (list of `[boxes, h, w]` bool, or
-    None where a row says nothing) and `weight [B]`.
+    Beside the processor's tensors, of which `patches` has an entry an image, for `questions` rows each, as have
+    `pixels` (`[3, H, W]` in [0, 1]) and `cells` (`[2, h, w]` or None): `labels` (answers and end of turn, else -100),
+    `texture` and `detail` (lists), `evidence` (list of `[boxes, h, w]` bool, or None where a row says nothing) and
+    `weight [B]`. For the stage "cells", `pixels` and `cells` alone.
     """
 
-    def __init__(self, processor, config, hard_weight: float = 2.0):
-        self.processor, self.config, self.hard_weight = processor, config, hard_weight
+    def __init__(self, processor, config, hard_weight: float = 2.0, stage: str = STAGES[-1]):
+        self.processor, self.config, self.hard_weight, self.stage = processor, config, hard_weight, stage
         self.layout = {
             "patch_size": config.vision_config.patch_size,
             "temporal_patch_size": config.vision_config.temporal_patch_size,
@@ -134,8 +141,8 @@ class Collate:
         }
 
     def __call__(self, groups: list[list[Row]]) -> dict:
-        out = {"texture": [], "detail": [], "evidence": [], "weight": [], "questions": []}
-        pixels, grids, texts, lengths = [], [], [], []
+        out = {name: [] for name in ("patches", "pixels", "cells", "texture", "detail", "evidence", "questions")}
+        grids, texts, lengths, weight = [], [], [], []
         config, tokenizer = self.config, self.processor.tokenizer
         for group in groups:
             image = group[0].image
@@ -146,7 +153,12 @@ class Collate:
             grid = seen["image_grid_thw"][0]
             h, w = int(grid[1]) // 2, int(grid[2]) // 2
             one = to_pixels(seen["pixel_values"], grid, mean=config.image_mean, std=config.image_std, **self.layout)[0]
-            pixels.append(seen["pixel_values"])
+            out["patches"].append(seen["pixel_values"])
+            out["pixels"].append(one)
+            fits = group[0].cells is not None and group[0].cells.shape[1:] == (h, w)
+            out["cells"].append(torch.from_numpy(group[0].cells) if fits else None)
+            if self.stage == "cells":
+                continue
             out["questions"].append(len(group))
             made = texture(one, config.cell, config.texture_groups), detail(one, config.cell)
             for row in group:
@@ -163,7 +175,9 @@ class Collate:
                 out["texture"].append(made[0])
                 out["detail"].append(made[1])
                 out["evidence"].append(evidence(row, h, w, height, width))
-                out["weight"].append(self.hard_weight if row.hard else 1.0)
+                weight.append(self.hard_weight if row.hard else 1.0)
+        if self.stage == "cells":
+            return {name: out[name] for name in ("pixels", "cells")}
         length = max(map(len, texts))
         out["input_ids"] = torch.full((len(texts), length), tokenizer.pad_token_id)
         out["attention_mask"] = torch.zeros_like(out["input_ids"])
@@ -173,9 +187,8 @@ class Collate:
             out["attention_mask"][i, length - len(ids) :] = 1
             out["labels"][i, length - n :] = torch.tensor(ids[-n:])
         out["mm_token_type_ids"] = (out["input_ids"] == config.image_token_id).int()
-        out["pixels"], out["image_grid_thw"] = pixels, torch.stack(grids)
+        out["image_grid_thw"], out["weight"] = torch.stack(grids), torch.tensor(weight)
         out["answer_tokens"] = max(lengths)
-        out["weight"] = torch.tensor(out["weight"])
         return out
 
 
@@ -235,11 +248,14 @@ class Learner(nn.Module):
 
     def __init__(
         self, model, stage: str, choice: str = CHOICES[0], budgets: tuple[float, float] = (0.04, 0.5),
-        noise: float = 0.3, ground: float = 1.0, distil: float = 0.0, seed: int = 0,
+        noise: float = 0.3, ground: float = 1.0, name: float = 0.5, distil: float = 0.0,
+        unglanced: float = 0.0, seed: int = 0,
     ):  # fmt: skip
         super().__init__()
         self.model, self.stage, self.choice, self.budgets = model, stage, choice, budgets
-        self.noise, self.ground, self.distil = noise, ground, distil
+        self.noise, self.ground, self.name, self.distil = noise, ground, name, distil
+        self.unglanced = unglanced
+        self.names = nn.ModuleList(nn.Linear(self.core.config.lens_dim, 1 + n) for n in (len(KINDS), len(COLOURS)))
         self.dice = np.random.default_rng(seed)
         self.seen: list[dict[str, float]] = []
 
@@ -249,8 +265,29 @@ class Learner(nn.Module):
         return self.model if isinstance(self.model, ArrCocForConditionalGeneration) else self.model.get_base_model()
 
     def forward(self, **inputs) -> Tensor:
-        """One batch of `Collate` -> its loss."""
+        """One batch of `Collate` -> its loss, for a share of the batches (`unglanced`) without the glance."""
+        config = self.core.config
+        usual = config.participatory
+        if usual == "both" and self.dice.random() < self.unglanced:
+            config.participatory = "texture"
+        try:
+            return self.loss(**inputs)
+        finally:
+            config.participatory = usual
+
+    def loss(self, **inputs) -> Tensor:
         core = self.core
+        pixels, cells = inputs.pop("pixels"), inputs.pop("cells")
+        retina, named, said = None, pixels[0].new_zeros(()), {}
+        if core.config.participatory != "glance":  # it sees an image once for all its questions, as does the thumbnail
+            side = core.config.cell
+            retina = [core.relevance.retina(image, [n // side for n in image.shape[1:]]) for image in pixels]
+            if any(each is not None for each in cells):
+                named, right = self.naming_loss(retina, cells)
+                said = {"cells": float(named.detach()), "named": right}
+        if self.stage == "cells":
+            self.seen.append(said)
+            return named
         masks, weight = inputs.pop("evidence"), inputs.pop("weight")
         labels, keep = inputs.pop("labels"), inputs.pop("answer_tokens")
         known = ArrCocOutput(
@@ -258,23 +295,42 @@ class Learner(nn.Module):
             texture=inputs.pop("texture"),
             detail=inputs.pop("detail"),
         )
-        pixels, row = inputs.pop("pixels"), [i for i, n in enumerate(inputs.pop("questions")) for _ in range(n)]
-        inputs["pixel_values"] = torch.cat([pixels[i] for i in row])
-        if core.config.participatory != "texture":  # the tower sees an image's thumbnail once for all its questions
+        patches, row = inputs.pop("patches"), [i for i, n in enumerate(inputs.pop("questions")) for _ in range(n)]
+        known.retina = [retina and retina[i] for i in row]
+        inputs["pixel_values"] = torch.cat([patches[i] for i in row])
+        if core.config.participatory != "texture":
             grids = dict(zip(row, known.grid, strict=True))
-            thumbnails = core.thumbnails(pixels, [grids[i] for i in range(len(pixels))])
+            thumbnails = core.thumbnails(patches, [grids[i] for i in range(len(patches))])
             known.thumbnail = [thumbnails[i] for i in row]
         low, high = np.log(self.budgets)
         shares = np.exp(self.dice.uniform(low, high, len(masks))).tolist()
         perception = core.perceive(**inputs, known=known, num_visual_tokens=shares)
-        loss = self.ground * grounding_loss(perception, masks, weight)
-        said = {"ground": float(loss.detach())}
+        ground = grounding_loss(perception, masks, weight)
+        said["ground"] = float(ground.detach())
+        loss = self.ground * ground + self.name * named
         if self.stage == "answers":
             answer = self.answer_loss(inputs, labels, keep, perception, weight)
             said["answer"] = float(answer.detach())
             loss = loss + answer
         self.watch(perception, masks, said)
         return loss
+
+    def naming_loss(self, retina: list[Tensor], cells: list[Tensor | None]) -> tuple[Tensor, float]:
+        """Cross-entropy of reading kind and colour of what stands in each cell off what the retina saw there, linearly,
+        and the share of the things whose kind is read rightly.
+
+        Empty cells weigh a tenth. Images that do not say what stands in their cells count nothing; one must. The
+        reading is not part of the model.
+        """
+        known = [i for i, each in enumerate(cells) if each is not None]
+        seen = torch.cat([retina[i].flatten(1).T for i in known])
+        target = torch.cat([cells[i].flatten(1) for i in known], 1)
+        thing = target[0] > 0
+        weight = torch.where(thing, 1.0, 0.1)
+        said = [head(seen).float() for head in self.names]
+        each = sum(F.cross_entropy(s, names, reduction="none") for s, names in zip(said, target, strict=True))
+        right = ((said[0].argmax(1) == target[0]) & thing).sum() / thing.sum().clamp(min=1)
+        return (each * weight).sum() / weight.sum(), float(right)
 
     def answer_loss(self, inputs: dict, labels: Tensor, keep: int, perception: ArrCocOutput, weight: Tensor) -> Tensor:
         """Cross-entropy of the answers from the chosen tokens, rows weighted; its gradient reaches the gain.
@@ -446,12 +502,14 @@ def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--dataset", help="a `datasets` folder or Hub id with image, question, answer (and boxes) columns; "
                    "without it scenes are rendered")  # fmt: skip
     p.add_argument("--dataset-split", default="train")
-    p.add_argument(
-        "--stage", choices=["grounded", "answers"], default="answers", help="1 grounded, 3 answers (default)"
-    )
+    p.add_argument("--stage", choices=STAGES, default="answers", help="0 cells, 1 grounded, 3 answers (default)")
     p.add_argument("--choice", choices=CHOICES, default="straight-through", help="the gradient through the choice")
     p.add_argument("--noise", type=float, default=0.3, help="perturbed: the noise's share (default 0.3)")
     p.add_argument("--ground", type=float, default=1.0, help="weight of the evidence's loss (default 1)")
+    p.add_argument("--name", type=float, default=0.5, help="weight of naming what stands in each cell, where rows say "
+                   "it (default 0.5)")  # fmt: skip
+    p.add_argument("--unglanced", type=float, default=0.25, help="share of the steps that choose without a glance, so "
+                   'that participatory="texture" learns, too (default 0.25)')  # fmt: skip
     p.add_argument("--distil", type=float, default=0.0, help="weight of the loss against all tokens (default 0)")
     p.add_argument("--hard-weight", type=float, default=2.0, help="loss weight of hard rows (default 2)")
     p.add_argument("--budgets", type=float, nargs=2, default=(0.04, 0.5), metavar=("LOW", "HIGH"),
@@ -571,6 +629,11 @@ def train(args: argparse.Namespace):
         target = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj)"
         tuned = get_peft_model(model, LoraConfig(r=args.lora, lora_alpha=2 * args.lora, target_modules=target))
         model.relevance.requires_grad_(True)
+    if args.stage == "cells" and (args.dataset or model.config.participatory == "glance"):
+        raise ValueError(
+            "--stage cells needs rendered scenes, which say what stands in each cell, and a model that has a use for "
+            'its retina: leave --dataset out, and set participatory to "both" or "texture".'
+        )
     args.out.mkdir(parents=True, exist_ok=True)
     settings = TrainingArguments(
         output_dir=str(args.out / "state"), max_steps=args.steps, per_device_train_batch_size=args.pictures,
@@ -590,15 +653,15 @@ def train(args: argparse.Namespace):
         data = SceneRows(args.first_scene, args.questions, args.size, rank=rank, world=world)
         fixed = [scene_rows(seed, "valid", args.size, 1)[0] for seed in range(4)]
     clock = Clock(args.steps, args.seconds, args.warmup)
-    learned = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(learned, lr=args.lr, weight_decay=args.weight_decay)
     learner = Learner(
-        tuned or model, args.stage, args.choice, tuple(args.budgets), args.noise, args.ground, args.distil,
-        args.seed + rank,
+        tuned or model, args.stage, args.choice, tuple(args.budgets), args.noise, args.ground, args.name, args.distil,
+        args.unglanced, args.seed + rank,
     )  # fmt: skip
+    learned = [p for p in learner.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(learned, lr=args.lr, weight_decay=args.weight_decay)
     trainer = ArrCocTrainer(
         learner, settings, optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)),
-        train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight),
+        train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight, args.stage),
         callbacks=[clock, JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)],
     )  # fmt: skip
     trainer.train(resume_from_checkpoint=args.resume or None)

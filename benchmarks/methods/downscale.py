@@ -10,7 +10,7 @@ from PIL import Image
 
 from arr_coc.attending import flat_scale
 
-from ..flops import glance_flops, prefill_flops
+from ..flops import choosing_flops, prefill_flops
 from .interface import Method, Outcome, prepare
 
 
@@ -31,11 +31,10 @@ def shape_for(h: int, w: int, budget: int, skew: float = 1.35) -> tuple[int, int
 
 
 def equal_latency(config, h: int, w: int, budget: int, text: int = 32) -> int:
-    """Tokens whose prefill alone costs what a glance at `h x w` cells and `budget` tokens cost."""
+    """Tokens whose prefill alone costs what choosing among `h x w` cells and a prefill of `budget` tokens cost."""
     s = flat_scale(h, w, config.glance_tokens)
-    ours = prefill_flops(config, budget, text)
-    if config.participatory != "texture":
-        ours += glance_flops(config, -(-h // s) * -(-w // s), text)
+    glance = 0 if config.participatory == "texture" else -(-h // s) * -(-w // s)
+    ours = prefill_flops(config, budget, text) + choosing_flops(config, h * w, text, glance)
     low, high = budget, h * w
     while low < high:  # the most tokens that cost no more
         middle = (low + high + 1) // 2
