@@ -101,17 +101,27 @@ class Retina(nn.Module):
             nn.Conv2d(coarse, coarse, 3, padding=1),
             nn.Conv2d(coarse, coarse, 3, padding=1),
         ])  # fmt: skip
+        self.norms = nn.ModuleList(nn.BatchNorm2d(layer.in_channels) for layer in self.layers)
+        self.norms.append(nn.BatchNorm2d(coarse))
         self.out = nn.Linear(2 * coarse, dim)
+        self.gathers = False
+
+    def train(self, mode: bool = True):
+        """What the norms know of a channel's mean and spread is gathered while cells are learned (`gathers`), and stays
+        as it is from then on: a model in training answers as it will answer after it."""
+        super().train(mode)
+        self.norms.train(mode and self.gathers)
+        return self
 
     def forward(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
-        """One image, `[3, H, W]` in [0, 1] of `grid` cells -> `[dim, h, w]` float32, unbounded."""
-        x = self.stem(2 * pixels[None].float() - 1)
-        for layer in self.layers:
-            seen = layer(F.gelu(_normal(x, 1)))
+        """Images of one size, `[B, 3, H, W]` in [0, 1] of `grid` cells -> `[B, dim, h, w]` float32, unbounded."""
+        x = self.stem(2 * pixels.float() - 1)
+        for norm, layer in zip(self.norms, self.layers, strict=False):
+            seen = layer(F.gelu(norm(x)))
             x = x + seen if seen.shape == x.shape else seen
-        x = F.gelu(_normal(x, 1))
-        cells = torch.cat([F.adaptive_max_pool2d(x, grid), F.adaptive_avg_pool2d(x, grid)], 1)[0]
-        return self.out(cells.movedim(0, -1)).movedim(-1, 0).float()
+        x = F.gelu(self.norms[-1](x))
+        cells = torch.cat([F.adaptive_max_pool2d(x, grid), F.adaptive_avg_pool2d(x, grid)], 1)
+        return self.out(cells.movedim(1, -1)).movedim(-1, 1).float()
 
 
 class Lens(nn.Module):
@@ -188,9 +198,8 @@ class _Block(nn.Module):
         return x + self.down(F.gelu(self.up(_normal(x))))
 
 
-def _normal(x: Tensor, dim: int = -1) -> Tensor:
-    x = x.float().movedim(dim, -1)
-    return F.layer_norm(x, x.shape[-1:]).movedim(-1, dim)
+def _normal(x: Tensor) -> Tensor:
+    return F.layer_norm(x.float(), x.shape[-1:])
 
 
 def to_grid(coarse: Tensor, scale: int, h: int, w: int) -> Tensor:

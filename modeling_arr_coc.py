@@ -232,7 +232,7 @@ class ArrCocForConditionalGeneration(Qwen3VLForConditionalGeneration):
             out.texture.append(texture(pixels, config.cell, config.texture_groups))
             out.detail.append(detail(pixels, config.cell))
             looked = config.participatory != "glance"
-            out.retina.append(self.relevance.retina(pixels, out.texture[-1].shape[1:]) if looked else None)
+            out.retina.append(self.relevance.retina(pixels[None], out.texture[-1].shape[1:])[0] if looked else None)
 
     def _participate(self, out: ArrCocOutput, i: int, embedded: Tensor, glance: "_Glance | None") -> Tensor:
         """One image's participatory map, `[h, w]`. Without a question nothing is asked for anywhere: 0.5 throughout."""

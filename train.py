@@ -1,7 +1,7 @@
 """Train ARR-COC's models: `base` makes the small Qwen3-VL of checkpoints/tiny, `arr-coc` teaches where to look.
 
 python train.py base --help        # growing pictures, several questions each, loss on the answers
-python train.py arr-coc --help     # evidence first, then answers through the hard choice
+python train.py arr-coc --help     # cells, evidence, then answers through the hard choice
 python train.py evaluate --model checkpoints/tiny --split normal --n 2000
 """
 

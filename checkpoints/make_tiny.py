@@ -16,6 +16,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
@@ -204,8 +205,8 @@ def save_tiny(tokenizer: Qwen2Tokenizer, out: Path):
 
 
 def adopt_weights(trained: Path, out: Path):
-    """A model that `train.py arr-coc` saved -> `out`: its weights in bfloat16 (what is learned of ARR-COC in float32)
-    and its config, without the code that a saved model carries: this package is the code."""
+    """A model that `train.py arr-coc` saved -> `out`: its weights in bfloat16 (what ARR-COC learned, too, which is
+    float32 again once loaded) and its config, without the code that a saved model carries: this package is the code."""
     model = ArrCocForConditionalGeneration.from_pretrained(trained, dtype=torch.bfloat16)
     model.config.dtype = torch.bfloat16
     with tempfile.TemporaryDirectory() as folder:
@@ -213,6 +214,9 @@ def adopt_weights(trained: Path, out: Path):
         config = json.loads((Path(folder) / "config.json").read_text())
         config.pop("auto_map", None)
         (Path(folder) / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        weights = load_file(Path(folder) / "model.safetensors")
+        weights = {name: value.bfloat16() for name, value in weights.items()}
+        save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         for name in ("model.safetensors", "config.json", "generation_config.json"):
             shutil.copyfile(Path(folder) / name, out / f"{name}.part")
             os.replace(out / f"{name}.part", out / name)

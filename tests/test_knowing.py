@@ -39,6 +39,7 @@ def test_perspectival_by_hand():
 
 def fresh(module):
     torch.manual_seed(0)
+    module.eval()
     for m in module.modules():
         if hasattr(m, "reset_parameters"):
             m.reset_parameters()
@@ -106,26 +107,35 @@ class TestRetina:
     @pytest.mark.parametrize("grid", [(1, 1), (3, 5), (9, 4)])
     def test_it_says_something_of_each_cell_whatever_a_cells_size(self, cell, grid):
         retina = fresh(Retina(6))
-        seen = retina(random(3, cell * grid[0], cell * grid[1]).sigmoid(), grid)
-        assert seen.shape == (6, *grid) and seen.isfinite().all()
-        assert seen.flatten(1).unique(dim=1).shape[1] == grid[0] * grid[1]
+        seen = retina(random(2, 3, cell * grid[0], cell * grid[1]).sigmoid(), grid)
+        assert seen.shape == (2, 6, *grid) and seen.isfinite().all()
+        assert seen[0].flatten(1).unique(dim=1).shape[1] == grid[0] * grid[1]
 
     def test_a_cell_depends_on_what_is_within_64_px_alone(self):
-        retina, pixels = fresh(Retina(6)), random(3, 320, 320).sigmoid()
+        retina, pixels = fresh(Retina(6)), random(1, 3, 320, 320).sigmoid()
         changed = pixels.clone()
-        changed[:, 160:192, 160:192] = 0
-        moved = (retina(pixels, (10, 10)) != retina(changed, (10, 10))).any(0)
+        changed[..., 160:192, 160:192] = 0
+        moved = (retina(pixels, (10, 10)) != retina(changed, (10, 10))).any(1)[0]
         assert moved[5, 5] and not moved[:3].any() and not moved[8:].any() and not moved[:, :3].any()
 
     def test_it_sees_what_is_a_few_pixels_large(self):
-        retina, pixels = fresh(Retina(6)), torch.full((3, 64, 64), 0.5)
+        retina, pixels = fresh(Retina(6)), torch.full((1, 3, 64, 64), 0.5)
         dot = pixels.clone()
-        dot[:, 10:13, 10:13] = 1
-        assert (retina(pixels, (2, 2)) - retina(dot, (2, 2)))[:, 0, 0].abs().max() > 1e-3
+        dot[..., 10:13, 10:13] = 1
+        assert (retina(pixels, (2, 2)) - retina(dot, (2, 2)))[0, :, 0, 0].abs().max() > 1e-3
 
     def test_it_computes_in_float32_whatever_it_is_given(self):
-        retina, pixels = fresh(Retina(6)), random(3, 64, 64).sigmoid().bfloat16()
+        retina, pixels = fresh(Retina(6)), random(1, 3, 64, 64).sigmoid().bfloat16()
         assert torch.equal(retina(pixels, (2, 2)), retina(pixels.float(), (2, 2)))
+
+    def test_a_batch_equals_its_singles_in_training_too_but_while_cells_are_learned(self):
+        retina, pixels = fresh(Retina(6)).train(), random(2, 3, 64, 64).sigmoid()
+        singles = torch.cat([retina(one[None], (2, 2)) for one in pixels])
+        torch.testing.assert_close(retina(pixels, (2, 2)), singles)
+        assert torch.equal(retina.norms[0].running_mean, torch.zeros(32))
+        retina.gathers = True
+        assert not torch.allclose(retina.train()(pixels, (2, 2)), singles)
+        assert retina.norms[0].running_mean.any()
 
 
 class TestLens:

@@ -165,8 +165,11 @@ class TestLayouts:
         assert own.shaping.steepness.item() == 6 and own.shaping.offset.item() == pytest.approx(0.6)
         for name, p in own.named_parameters():
             assert p.isfinite().all() and p.abs().max() < 50, name
-            if name.endswith("weight") and "out." not in name and "decide" not in name:
+            if name.endswith("weight") and not any(part in name for part in ("out.", "decide", "norms.")):
                 assert p.std() > 0, name
+        for norm in own.retina.norms:
+            assert (norm.weight == 1).all() and not norm.bias.any()
+            assert (norm.running_var == 1).all() and not norm.running_mean.any() and norm.num_batches_tracked == 0
         with torch.no_grad():
             p = got.perceive(**inputs, num_visual_tokens=6)
         assert p.tensions[0].tolist() == [0.5] * 3

@@ -328,7 +328,7 @@ class TestFlops:
 
         config, relevance = small.config, small.relevance
         with FlopCounterMode(display=False) as counted, torch.no_grad():
-            relevance.retina(torch.rand(3, 8 * config.cell, 8 * config.cell), (8, 8))
+            relevance.retina(torch.rand(1, 3, 8 * config.cell, 8 * config.cell), (8, 8))
         assert retina_flops(config, 64) == counted.get_total_flops()
         x = torch.rand(64 + 5, config.lens_dim)
         with FlopCounterMode(display=False) as counted, torch.no_grad():

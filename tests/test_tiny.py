@@ -3,6 +3,8 @@
 import sys
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from arr_coc.answering import load
 from arr_coc.checkpoints import make_tiny
@@ -34,6 +36,17 @@ def answers():
 @pytest.mark.parametrize(("method", "floor"), [("stock", 0.845), ("arr_coc", 0.82)])
 def test_accuracy_has_not_dropped(answers, method, floor):
     assert answers[method] >= floor, f"{method} answers {answers[method]:.3f} of {QUESTIONS} questions, not {floor}"
+
+
+def test_the_weights_take_16_mib_at_most_and_none_is_lacking():
+    weights = load_file(TINY / "model.safetensors")
+    assert (TINY / "model.safetensors").stat().st_size <= 16 * 2**20
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    model, _ = load(str(TINY))
+    lacking = {name for name in model.state_dict() if name not in weights}
+    assert lacking <= {"lm_head.weight"}  # the head is the embedding
+    for name, value in model.relevance.state_dict(prefix="relevance.").items():
+        assert torch.equal(value, weights[name].float()), name
 
 
 def test_weights_that_are_not_there_are_named(tmp_path, monkeypatch, capsys):

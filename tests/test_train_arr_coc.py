@@ -84,15 +84,17 @@ def test_grounding_loss_by_hand():
 
 
 def test_naming_loss_by_hand(model):
-    """Kind and colour, an empty cell a tenth; images that say nothing of their cells count nothing."""
+    """Kind and colour; things alike, an empty cell a tenth. Images that say nothing of their cells count nothing."""
     learner = arr_coc.Learner(model, "cells")
-    seen = torch.randn(model.config.lens_dim, 1, 2)
+    seen = torch.randn(model.config.lens_dim, 1, 4)
     kind, colour = (head(seen[:, 0].T).log_softmax(-1) for head in learner.names)
-    cells = torch.tensor([[[3, 0]], [[2, 0]]])
-    wanted = -(kind[0, 3] + colour[0, 2] + 0.1 * (kind[1, 0] + colour[1, 0])) / 1.1
-    loss, right = learner.naming_loss([seen, seen], [cells, None])
+    kinds, colours, things = [3, 3, 5, 0], [2, 2, 1, 0], [1, 1, 2, 0]
+    each = [-(kind[i, k] + colour[i, c]) for i, (k, c) in enumerate(zip(kinds, colours, strict=True))]
+    wanted = (each[0] / 2 + each[1] / 2 + each[2] + each[3] / 10) / 2.1
+    loss, right = learner.naming_loss([seen, seen], [torch.tensor([[kinds], [colours], [things]]), None])
     torch.testing.assert_close(loss, wanted)
-    assert right == float(kind[0].argmax() == 3)  # the empty cell is not a thing
+    hits = (kind.argmax(1) == torch.tensor(kinds)).tolist()
+    assert right == pytest.approx((hits[0] / 2 + hits[1] / 2 + hits[2]) / 2)  # the empty cell is not a thing
 
 
 def test_log_likelihood_by_hand():
@@ -130,19 +132,20 @@ def test_batches_hold_what_the_processor_makes(processor, model):
         torch.testing.assert_close(batch["texture"][i], seen.texture[0])
         torch.testing.assert_close(batch["detail"][i], seen.detail[0])
         with torch.no_grad():
-            retina = model.relevance.retina(batch["pixels"][0], seen.grid[0])
+            (retina,) = model.relevance.retina(batch["pixels"][0][None], seen.grid[0])
         torch.testing.assert_close(retina, seen.retina[0])
 
 
 def test_batches_say_what_stands_in_each_cell(processor, model):
     group = arr_coc.scene_rows(1 << 36, "valid", SIZE, 2)
     batch = arr_coc.Collate(processor, model.config)([group, [rows()]])
-    kind, colour = batch["cells"][0]
+    kind, colour, thing = batch["cells"][0]
     scene = make_scene(1 << 36, "valid", SIZE, n_questions=2)
     assert {(KINDS[k - 1], COLOURS[c - 1]) for k, c in zip(kind[kind > 0], colour[kind > 0], strict=True)} <= {
         (thing.kind, thing.colour) for thing in scene.objects
     }
-    assert (kind > 0).any() and batch["cells"][1] is None and len(batch["pixels"]) == 2
+    assert (kind > 0).any() and ((kind > 0) == (thing > 0)).all()
+    assert batch["cells"][1] is None and len(batch["pixels"]) == 2
 
 
 @pytest.mark.parametrize(

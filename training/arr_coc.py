@@ -57,7 +57,7 @@ class Row:
     boxes: list = field(default_factory=list)  # evidence, (x0, y0, x1, y1) in pixels of the image
     whole: bool = False  # the question is about the whole image: everything is evidence
     hard: bool = False
-    cells: np.ndarray | None = None  # what stands in each cell, [2, h, w] int64: kind and colour, 0 = empty
+    cells: np.ndarray | None = None  # what stands in each cell, [3, h, w] int64: kind, colour and which thing, 0 = none
 
 
 class SceneRows(IterableDataset):
@@ -84,7 +84,7 @@ def scene_rows(seed: int, split: str, size: int, questions: int) -> list[Row]:
 
     scene = make_scene(seed, split, size, n_questions=questions)
     stands = cell_labels(scene)
-    cells = np.stack([stands["kind"], stands["colour"]])
+    cells = np.stack([stands["kind"], stands["colour"], stands["thing"]])
     return [
         Row(scene.image, q.question, q.answer, list(q.boxes), q.type == "whole", scene.hard, cells)
         for q in scene.questions
@@ -127,7 +127,7 @@ class Collate:
     """Groups of rows -> a batch for `ArrCocForConditionalGeneration`, with texture computed here, by the workers.
 
     Beside the processor's tensors, of which `patches` has an entry an image, for `questions` rows each, as have
-    `pixels` (`[3, H, W]` in [0, 1]) and `cells` (`[2, h, w]` or None): `labels` (answers and end of turn, else -100),
+    `pixels` (`[3, H, W]` in [0, 1]) and `cells` (`[3, h, w]` or None): `labels` (answers and end of turn, else -100),
     `texture` and `detail` (lists), `evidence` (list of `[boxes, h, w]` bool, or None where a row says nothing) and
     `weight [B]`. For the stage "cells", `pixels` and `cells` alone.
     """
@@ -280,8 +280,12 @@ class Learner(nn.Module):
         pixels, cells = inputs.pop("pixels"), inputs.pop("cells")
         retina, named, said = None, pixels[0].new_zeros(()), {}
         if core.config.participatory != "glance":  # it sees an image once for all its questions, as does the thumbnail
-            side = core.config.cell
-            retina = [core.relevance.retina(image, [n // side for n in image.shape[1:]]) for image in pixels]
+            alike = all(image.shape == pixels[0].shape for image in pixels)
+            retina = [
+                seen
+                for images in ([torch.stack(pixels)] if alike else [image[None] for image in pixels])
+                for seen in core.relevance.retina(images, [n // core.config.cell for n in images.shape[2:]])
+            ]
             if any(each is not None for each in cells):
                 named, right = self.naming_loss(retina, cells)
                 said = {"cells": float(named.detach()), "named": right}
@@ -297,7 +301,11 @@ class Learner(nn.Module):
         )
         patches, row = inputs.pop("patches"), [i for i, n in enumerate(inputs.pop("questions")) for _ in range(n)]
         known.retina = [retina and retina[i] for i in row]
-        inputs["pixel_values"] = torch.cat([patches[i] for i in row])
+        if self.stage == "answers":
+            inputs["pixel_values"] = torch.cat([patches[i] for i in row])
+        else:  # all that is asked of the pixels is known: the right number of rows will do, and is no copy
+            rows = sum(len(patches[i]) for i in row)
+            inputs["pixel_values"] = patches[0].new_zeros(()).expand(rows, patches[0].shape[1])
         if core.config.participatory != "texture":
             grids = dict(zip(row, known.grid, strict=True))
             thumbnails = core.thumbnails(patches, [grids[i] for i in range(len(patches))])
@@ -319,17 +327,19 @@ class Learner(nn.Module):
         """Cross-entropy of reading kind and colour of what stands in each cell off what the retina saw there, linearly,
         and the share of the things whose kind is read rightly.
 
-        Empty cells weigh a tenth. Images that do not say what stands in their cells count nothing; one must. The
+        Things weigh alike, however many cells they fill: a part of a large one often does not tell what it is. Each
+        empty cell weighs a tenth. Images that do not say what stands in their cells count nothing; one must. The
         reading is not part of the model.
         """
         known = [i for i, each in enumerate(cells) if each is not None]
         seen = torch.cat([retina[i].flatten(1).T for i in known])
-        target = torch.cat([cells[i].flatten(1) for i in known], 1)
-        thing = target[0] > 0
-        weight = torch.where(thing, 1.0, 0.1)
-        said = [head(seen).float() for head in self.names]
-        each = sum(F.cross_entropy(s, names, reduction="none") for s, names in zip(said, target, strict=True))
-        right = ((said[0].argmax(1) == target[0]) & thing).sum() / thing.sum().clamp(min=1)
+        kind, colour = torch.cat([cells[i][:2].flatten(1) for i in known], 1)
+        things = [cells[i][2].flatten() for i in known]
+        weight = torch.cat([torch.where(t > 0, 1 / t.bincount()[t], 0.1) for t in things])
+        names, colours = (head(seen).float() for head in self.names)
+        each = F.cross_entropy(names, kind, reduction="none") + F.cross_entropy(colours, colour, reduction="none")
+        share = weight * (kind > 0)
+        right = (share * (names.argmax(1) == kind)).sum() / share.sum().clamp(min=1)
         return (each * weight).sum() / weight.sum(), float(right)
 
     def answer_loss(self, inputs: dict, labels: Tensor, keep: int, perception: ArrCocOutput, weight: Tensor) -> Tensor:
@@ -622,6 +632,7 @@ def train(args: argparse.Namespace):
         print(f"begins with the learned parts of {args.learned}; afresh: {', '.join(afresh) or 'nothing'}")
     model.requires_grad_(False)
     model.relevance.requires_grad_(True)
+    model.relevance.retina.gathers = args.stage == "cells"
     tuned = None
     if args.lora:
         from peft import LoraConfig, get_peft_model
