@@ -60,8 +60,8 @@ def _legend(figure, axes):
 
 
 def accuracy_tokens(con, plt):
-    """Accuracy against tokens: a panel a task, other methods grey, stock a dashed line."""
-    _, rows = select(con, "SELECT task, method, budget, accuracy FROM score WHERE question_type = '*' ORDER BY ALL")
+    """Accuracy (`level`) against tokens: a panel a task, other methods grey, stock a dashed line."""
+    _, rows = select(con, "SELECT task, method, budget, accuracy FROM level ORDER BY ALL")
     rows = [r for r in rows if not r[1].startswith(("no_", "oracle_", "arr_coc_", "untrained"))]
     tasks = sorted({r[0] for r in rows})
     if not tasks:
@@ -82,10 +82,14 @@ def accuracy_tokens(con, plt):
 
 
 def accuracy_latency(con, plt):
-    """Accuracy against mean seconds of an answer, selection included."""
+    """Accuracy (`level`) against mean seconds of an answer, selection included."""
     from matplotlib.ticker import LogLocator, NullFormatter
 
-    _, rows = select(con, "SELECT task, method, seconds_mean, accuracy FROM told ORDER BY ALL")
+    _, rows = select(
+        con,
+        "SELECT task, method, seconds_mean, level.accuracy FROM told JOIN level USING (task, method, budget) "
+        "ORDER BY ALL",
+    )
     rows = [r for r in rows if not r[1].startswith(("no_", "oracle", "untrained"))]
     tasks = sorted({r[0] for r in rows})
     if not tasks:
@@ -136,11 +140,16 @@ def speed_resolution(con, plt):
 
 
 def evidence_tokens(con, plt):
-    """Share of the evidence cells kept at scale 1, and IoU, against tokens."""
+    """Share of the evidence cells kept at scale 1, and IoU, against tokens: of questions that all of them answered."""
     _, rows = select(
         con,
-        "SELECT method, budget, avg(evidence_recall), avg(iou) FROM one WHERE evidence_boxes > 0 AND budget < 1 "
-        "AND NOT starts_with(method, 'downscale') AND NOT starts_with(method, 'no_') GROUP BY ALL ORDER BY ALL",
+        "WITH drawn AS (SELECT * FROM one WHERE evidence_boxes > 0 AND budget < 1 "
+        "AND NOT starts_with(method, 'downscale') AND NOT starts_with(method, 'no_')), "
+        "methods AS (SELECT task, count(DISTINCT method) AS n FROM drawn GROUP BY task), "
+        "shared AS (SELECT task, sample_id FROM drawn JOIN methods USING (task) GROUP BY task, sample_id, n "
+        "HAVING count(DISTINCT method) = n) "
+        "SELECT method, budget, avg(evidence_recall), avg(iou) FROM drawn JOIN shared USING (task, sample_id) "
+        "GROUP BY ALL ORDER BY ALL",
     )
     if not rows:
         return None

@@ -21,6 +21,10 @@ CREATE VIEW one AS SELECT samples.* FROM samples JOIN speaks USING (task, run_id
 CREATE VIEW versus AS  -- beside each answer ARR-COC's to the same question; beside stock's, that at each budget
     SELECT one.*, ours.score AS ours, ours.budget AS our_budget FROM one JOIN one AS ours USING (task, sample_id)
     WHERE ours.method = 'arr_coc' AND (ours.budget = one.budget OR one.method = 'stock');
+CREATE VIEW level AS  -- accuracies that compare: ARR-COC's on all its questions, and the difference where both answered
+    SELECT versus.task, versus.method, versus.budget, avg(ours.accuracy + versus.score - versus.ours) AS accuracy
+    FROM versus JOIN score AS ours ON ours.task = versus.task AND ours.budget = versus.our_budget
+    WHERE ours.method = 'arr_coc' AND ours.question_type = '*' GROUP BY ALL;
 CREATE VIEW timed AS SELECT * FROM speed
     QUALIFY run_id = max(run_id) OVER (PARTITION BY shape, device, batch, native_tokens, budget_tokens);
 """

@@ -174,6 +174,11 @@ class TestReport:
         assert not rows
         names, rows = sql.select(con, sql.named_query("kept_quality"))
         assert {row[names.index("kept")] for row in rows if row[names.index("method")] == "blind"} == {1.0}
+        _, rows = sql.select(con, "SELECT task, budget, method, round(accuracy, 9) FROM level ORDER BY ALL")
+        ours = {row[:2]: row[3] for row in rows if row[2] == "arr_coc"}
+        assert ours and all(row[3] == ours[row[:2]] for row in rows if row[2] == "blind")
+        _, rows = sql.select(con, "SELECT accuracy FROM score WHERE method = 'arr_coc' AND question_type = '*'")
+        assert sorted(set(ours.values())) == sorted({round(accuracy, 9) for (accuracy,) in rows})
 
     def test_writing_twice_changes_nothing(self, con):
         for path in report.CARDS:
