@@ -8,7 +8,7 @@ from .interface import Batch, Method, Outcome, prepare
 
 _FILES = (stock, downscale, simple, oracle, ours, fastv, visionzip, divprune, cdpruner, prumerge, pixelprune)
 METHODS: dict[str, Method] = {method.name: method for file in _FILES for method in file.METHODS}
-ABLATIONS = ("no_participatory", "no_perspectival", "no_propositional", "no_tensions", "untrained")
+ABLATIONS = ("no_participatory", "no_perspectival", "no_propositional", "no_retina", "no_tensions", "untrained")
 
 
 def named(names: str | list[str]) -> list[Method]:

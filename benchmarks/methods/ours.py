@@ -3,6 +3,7 @@
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from arr_coc.attending import attend
 from arr_coc.balancing import Policy, balance
@@ -92,17 +93,34 @@ def _neutral_policy(model):
     return _with(model.relevance, "policy", fresh.to(model.device))
 
 
+class _Shut(nn.Module):
+    """A retina that sees nothing."""
+
+    def __init__(self, dim: int):
+        super().__init__()
+        self.dim = dim
+
+    def forward(self, pixels, grid):
+        return pixels.new_zeros(len(pixels), self.dim, *grid)
+
+
 _BEFORE, _AFTER = "before the tower", "after the tower"
 METHODS = [
     Method("arr_coc", _BEFORE, "ARR-COC as its checkpoint sets it", _ours()),
     Method("arr_coc_lod", _BEFORE, "ARR-COC, tokens at scales 4, 2 and 1", _ours(allocator="lod")),
     Method("arr_coc_topk", _BEFORE, "ARR-COC, the most relevant cells at scale 1", _ours(allocator="topk")),
     Method("arr_coc_glance", _BEFORE, "ARR-COC, the question read through the glance", _ours(participatory="glance")),
-    Method("arr_coc_texture", _BEFORE, "ARR-COC, the question read through texture", _ours(participatory="texture")),
+    Method("arr_coc_texture", _BEFORE, "ARR-COC, no glance: texture and retina alone", _ours(participatory="texture")),
     Method("arr_coc_after", _AFTER, "ARR-COC, tokens picked from the tower's output", _ours(realize="after")),
     Method("no_participatory", _BEFORE, "ablation: the question asks nothing", _ours(_constant("participatory"))),
     Method("no_perspectival", _BEFORE, "ablation: nothing stands out", _ours(_constant("perspectival"))),
     Method("no_propositional", _BEFORE, "ablation: all cells hold as much", _ours(_constant("propositional"))),
+    Method(
+        "no_retina",
+        _BEFORE,
+        "ablation: the retina sees nothing",
+        _ours(swap=lambda model: _with(model.relevance, "retina", _Shut(model.config.lens_dim))),
+    ),
     Method("no_tensions", _BEFORE, "ablation: weights and tensions as before training", _ours(swap=_neutral_policy)),
     Method(
         "untrained",
