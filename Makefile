@@ -20,7 +20,7 @@ demo: setup ## the app: stock and ARR-COC side by side, on your own image
 
 ask: setup ## the same on the command line, about an example, and a picture of where it looked
 	mkdir -p $(OUT)
-	$(PY) -m arr_coc examples/many-objects.jpg "what colour is the anchor?" --budget 0.1 --out $(OUT)/demo.png
+	$(PY) -m arr_coc examples/one-thing.jpg "what is the cyan thing?" --budget 0.05 --out $(OUT)/demo.png
 
 test: setup lint ## the fast tests
 	$(PY) -m pytest tests
