@@ -181,7 +181,7 @@ def answer_loss(processor, choice: str, distil: float, budget: float, **fields):
     model = ArrCocForConditionalGeneration.from_pretrained(TINY, dtype=torch.float32, **fields).train()
     model.requires_grad_(False)
     batch = arr_coc.Collate(processor, model.config)([arr_coc.scene_rows(1 << 36, "valid", SIZE, 3)])
-    learner = arr_coc.Learner(model, "answers", choice, distil=distil)
+    learner = arr_coc.Learner(model, "answers", choice, noise=2.0, distil=distil)  # noise: choices that differ
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "image_grid_thw", "mm_token_type_ids")}
     inputs["pixel_values"] = torch.cat(batch["patches"] * 3)
     torch.manual_seed(0)
