@@ -135,6 +135,9 @@ class TestFresh:
             assert p.isfinite().all(), name
             if name.endswith("weight") and not any(part in name for part in ("out.", "decide", "norms.")):
                 assert 0.2 < p.std() / 0.3 < 1.2 and abs(p.mean()) < 0.1, name
+        for norm in ours.relevance.retina.norms:
+            assert (norm.weight == 1).all() and not norm.bias.any()
+            assert (norm.running_var == 1).all() and not norm.running_mean.any()
 
     def test_the_roots_fits_its_config(self, tmp_path):
         layouts.fresh(ROOT / "config.json", tmp_path / ADD_ON)
