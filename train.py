@@ -59,6 +59,8 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     p.add_argument("--probe", type=float, default=0.5, help="weight of the training-only probe's loss")
     p.add_argument("--gaze", type=float, default=0.5, help="weight of the training-only loss on where heads look")
     p.add_argument("--few", type=float, default=0, help="share of batches whose questions each see few, chosen tokens")
+    p.add_argument("--average", type=float, default=0, metavar="SHARE", help=(
+        "save a running mean of the weights that keeps SHARE of itself at each step (0.995: about 200 steps')"))
     p.add_argument("--shrink", type=float, default=0, help="share of batches shown at half their size")
     p.add_argument("--workers", type=int, default=max(0, (os.cpu_count() or 1) - 1), help="processes that render")
     p.add_argument("--compile", action="store_true", help="torch.compile each layer (1.3 times as fast)")
@@ -71,6 +73,12 @@ the state to resume from lies in OUT/state, or elsewhere with --state.""",
     c = commands.add_parser("curves", help="draw log.jsonl again, where a run's machine had no matplotlib")
     c.set_defaults(run=lambda args: base.plot_curves(args.out / "log.jsonl", args.out / "curves.png"))
     c.add_argument("--out", type=Path, required=True, help="folder of a run")
+
+    m = commands.add_parser("soup", help="the mean of several checkpoints' weights", description=base.soup.__doc__)
+    m.set_defaults(run=base.soup)
+    m.add_argument("models", type=Path, nargs="+", help="folders with a model.safetensors of the same shapes")
+    m.add_argument("--shares", type=float, nargs="+", help="one for each model, 1 in all (default: alike)")
+    m.add_argument("--out", type=Path, required=True)
 
     a = commands.add_parser(
         "arr-coc",

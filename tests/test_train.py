@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from arr_coc import realizing
@@ -307,7 +307,7 @@ def run(out, *more):
 
 
 def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
-    whole = run(tmp_path / "whole")
+    whole = run(tmp_path / "whole", "--average", "0.5")
     step_end = base.Report.on_step_end
 
     def stop_at_three(self, args, state, control, **kwargs):
@@ -316,10 +316,10 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(base.Report, "on_step_end", stop_at_three)
-        assert len(run(tmp_path / "parts")) == 3
+        assert len(run(tmp_path / "parts", "--average", "0.5")) == 3
     with open(tmp_path / "parts" / "log.jsonl", "a") as log:  # a step after the last state, done again
         log.write(json.dumps({"step": 4, "loss": 9.9}) + "\n")
-    parts = run(tmp_path / "parts", "--resume")
+    parts = run(tmp_path / "parts", "--average", "0.5", "--resume")
     keys = ("step", "pictures", "lr", "loss", "answers", "probe", "gaze")
     assert [[row[k] for k in keys] for row in parts] == [[row[k] for k in keys] for row in whole]
     assert len(whole) == 6 and whole[-1]["pictures"] == 12
@@ -327,6 +327,8 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
     saved = load_file(tmp_path / "whole" / "model.safetensors")
     assert stock.keys() - saved.keys() == {"lm_head.weight"}
     assert all(torch.equal(stock[name], weight) for name, weight in saved.items())
+    resumed = load_file(tmp_path / "parts" / "model.safetensors")
+    assert all(torch.equal(resumed[name], weight) for name, weight in saved.items())
     adopted = arr_coc.adopt(str(tmp_path / "whole"), AutoProcessor.from_pretrained(tmp_path / "whole"), lens_dim=96)
     assert torch.equal(adopted.lm_head.weight.bfloat16(), stock["lm_head.weight"])
     record = json.loads((tmp_path / "whole" / "training.json").read_text())
@@ -335,6 +337,40 @@ def test_a_stopped_run_goes_on_exactly(tmp_path, monkeypatch):
     assert weights.stat().st_size < 15.5e6
     again = run(tmp_path / "init", "--init", str(tmp_path / "whole"))  # weights alone are enough to start from
     assert again[0]["answers"] < whole[0]["answers"]
+
+
+def test_the_average_is_what_is_saved(tmp_path):
+    run(tmp_path, "--average", "0.5", "--save-every", "1000")
+    steps = sorted((tmp_path / "state").glob("checkpoint-*"))
+    state = torch.load(steps[-1] / "pytorch_model.bin", weights_only=True)
+    average = torch.load(steps[-1] / "average.bin", weights_only=True)
+    name = "model.language_model.layers.0.mlp.up_proj.weight"
+    saved = load_file(tmp_path / "model.safetensors")[name]
+    assert torch.equal(saved, average[f"module.{name}"].bfloat16())
+    assert not torch.equal(saved, state[f"model.{name}"].bfloat16())
+
+
+def test_a_soup_is_the_mean_of_the_weights(tmp_path):
+    folders = [tmp_path / name for name in ("a", "b")]
+    for i, folder in enumerate(folders):
+        folder.mkdir()
+        (folder / "config.json").write_text(str(i))
+        weights = {"w": torch.full((2, 3), float(i)), "relevance.w": torch.full((2,), float(i))}
+        save_file(weights, folder / "model.safetensors")
+
+    def soup(*more) -> dict:
+        base.soup(parser().parse_args(["soup", *map(str, folders), "--out", str(tmp_path / "out"), *more]))
+        return load_file(tmp_path / "out" / "model.safetensors")
+
+    assert torch.equal(soup()["w"], torch.full((2, 3), 0.5))
+    mixed = soup("--shares", "0.75", "0.25")
+    assert torch.equal(mixed["w"], torch.full((2, 3), 0.25)) and torch.equal(mixed["relevance.w"], torch.zeros(2))
+    assert (tmp_path / "out" / "config.json").read_text() == "0"
+    with pytest.raises(SystemExit, match="one for each of the 2 models, 1 in all"):
+        soup("--shares", "0.5", "0.6")
+    save_file({"w": torch.zeros(3)}, folders[1] / "model.safetensors")
+    with pytest.raises(SystemExit, match="b does not fit .*a: w is missing, or of another shape"):
+        soup()
 
 
 def test_in_a_tower_stage_the_tower_and_the_words_alone_learn(processor, tmp_path):

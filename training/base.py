@@ -12,14 +12,16 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
 from accelerate.utils import broadcast
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoProcessor, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -39,13 +41,38 @@ CPU_STAGES = ("128:64:2", "256:32:3", "512:16:5")
 
 
 class BaseTrainer(Trainer):
-    """`Trainer` with its own endless loader, a rate that follows `Plan`, and losses kept on the device until logged."""
+    """`Trainer` with its own endless loader, a rate that follows `Plan`, and losses kept on the device until logged.
 
-    def __init__(self, *args, plan: Plan, workers: int, **kwargs):
-        super().__init__(*args, **kwargs)
+    With `average`, the share that it keeps at each step, a running mean of the weights goes along (Polyak & Juditsky
+    1992), and that is what `evaluated` and `best` give.
+    """
+
+    def __init__(self, learner: Learner, *args, plan: Plan, workers: int, average: float = 0.0, **kwargs):
+        self.average = AveragedModel(learner.model, multi_avg_fn=get_ema_multi_avg_fn(average)) if average else None
+        super().__init__(learner, *args, **kwargs)
         self.plan, self.workers = plan, workers
         self.losses: list[Tensor] = []  # [4] a step: loss, answers, probe, gaze
         self.waited = 0.0  # seconds spent waiting for the workers
+
+    @property
+    def best(self) -> nn.Module:
+        """The model to keep: the mean of the weights where there is one."""
+        return self.average.module if self.average else self.model.model
+
+    @contextmanager
+    def evaluated(self):
+        """The learner with the weights to keep, ready to answer; those in training are put back afterwards."""
+
+        def swap():
+            if self.average:
+                for own, mean in zip(self.model.model.parameters(), self.average.module.parameters(), strict=True):
+                    own.data, mean.data = mean.data, own.data
+
+        swap()
+        self.model.eval()
+        yield self.model
+        self.model.train()
+        swap()
 
     def get_train_dataloader(self) -> DataLoader:
         # Not through accelerate: each process renders its own seeds, so nothing needs sharding or dispatching.
@@ -81,8 +108,15 @@ class BaseTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self.model.state_dict(), folder / "pytorch_model.bin")
+        if self.average:
+            torch.save(self.average.state_dict(), folder / "average.bin")
         clock = {"pictures": self.plan.done_pictures, "seconds": self.plan.done_seconds}
         (folder / "clock.json").write_text(json.dumps(clock))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.average:
+            self.average.load_state_dict(torch.load(Path(resume_from_checkpoint) / "average.bin", weights_only=True))
 
 
 def elapsed(begin: float, args: TrainingArguments) -> float:
@@ -112,6 +146,8 @@ class Report(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         seconds = self.seconds0 + elapsed(self.begin, args)
         self.pictures += self.trainer.batch_pictures * self.plan.world
+        if self.trainer.average:
+            self.trainer.average.update_parameters(self.trainer.model.model)
         self.plan.advance(self.pictures, seconds)
         over = self.plan.progress >= 1 or state.global_step >= self.plan.total_steps
         pause = self.args.pause_after and seconds - self.seconds0 >= self.args.pause_after
@@ -125,8 +161,8 @@ class Report(TrainerCallback):
             control.should_save = True
             self.saved = seconds
             if state.is_world_process_zero:
-                save_weights(self.trainer.model.model, self.out)
-                record = describe(self.args, self.plan, self.trainer.model.model, self.rows)
+                save_weights(self.trainer.best, self.out)
+                record = describe(self.args, self.plan, self.trainer.best, self.rows)
                 (self.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def write(self, row: dict):
@@ -163,16 +199,14 @@ class Report(TrainerCallback):
     def answered(self, batches: list[tuple[dict, list]], size: int) -> dict[str, float]:
         """The share of right answers by question type, and of all. Batches come with their questions, in order."""
         right = defaultdict(list)
-        learner, decode = self.trainer.model, self.trainer.train_dataset.talk.tokenizer.decode
-        learner.eval()
+        decode = self.trainer.train_dataset.talk.tokenizer.decode
         for batch, questions in batches:
-            with torch.no_grad(), self.trainer.compute_loss_context_manager():
+            with self.trainer.evaluated() as learner, torch.no_grad(), self.trainer.compute_loss_context_manager():
                 out = learner(**self.trainer._prepare_inputs(batch), return_logits=True)
             said = out["logits"].argmax(-1).cpu()
             for i, q in enumerate(questions):
                 answer = decode(said[batch["answer_question"] == i], skip_special_tokens=True)
                 right[q.type].append(scenes.is_correct(answer, q.type, q.answer, q.boxes, size))
-        learner.train()
         row = {kind: round(float(np.mean(hits)), 4) for kind, hits in sorted(right.items())}
         return row | {"all": round(float(np.mean(sum(right.values(), []))), 4)}
 
@@ -291,10 +325,12 @@ def train(args: argparse.Namespace):
         shrink=args.shrink, few=args.few, favour=args.favour,
     )  # fmt: skip
     learner = Learner(quicken(model, on_cpu), processor.tokenizer, args.probe, args.gaze)
+    trainer = BaseTrainer(
+        learner, settings, train_dataset=data, plan=plan, workers=args.workers, average=args.average
+    )  # fmt: skip
     if args.compile:
         for block in [*model.model.visual.blocks, *model.model.language_model.layers]:
             block.compile()
-    trainer = BaseTrainer(learner, settings, train_dataset=data, plan=plan, workers=args.workers)
     if settings.process_index == 0:
         begin_log(args.out / "log.jsonl", start)
         processor.save_pretrained(args.out)  # with them OUT is a checkpoint of Qwen3-VL's own layout
@@ -306,6 +342,27 @@ def train(args: argparse.Namespace):
     if settings.process_index == 0:
         plot_curves(args.out / "log.jsonl", args.out / "curves.png")
         print((args.out / "training.json").read_text())
+
+
+def soup(args: argparse.Namespace):
+    """The mean of several checkpoints' weights, each with its share: what their runs' noise did cancels out
+    (Wortsman et al. 2022, *Model soups*). All else in OUT is the first folder's, ARR-COC's learned parts included."""
+    shares = args.shares or [1 / len(args.models)] * len(args.models)
+    if len(shares) != len(args.models) or abs(sum(shares) - 1) > 1e-6:
+        raise SystemExit(f"--shares {shares}: give one for each of the {len(args.models)} models, 1 in all.")
+    weights = [load_file(folder / "model.safetensors") for folder in args.models]
+    mean = dict(weights[0])
+    for name, value in mean.items():
+        if name.startswith("relevance."):
+            continue
+        for folder, other in zip(args.models, weights, strict=True):
+            if name not in other or other[name].shape != value.shape:
+                raise SystemExit(f"{folder} does not fit {args.models[0]}: {name} is missing, or of another shape.")
+        mixed = sum(share * other[name].float() for share, other in zip(shares, weights, strict=True))
+        mean[name] = mixed.to(value.dtype)
+    shutil.copytree(args.models[0], args.out, ignore=lambda *_: ["state", "model.safetensors"], dirs_exist_ok=True)
+    save_file(mean, args.out / "model.safetensors.part", metadata={"format": "pt"})
+    os.replace(args.out / "model.safetensors.part", args.out / "model.safetensors")
 
 
 def evaluate(args: argparse.Namespace):
