@@ -21,6 +21,7 @@ from benchmarks.methods import (
     downscale,
     fastv,
     named,
+    ours,
     prepare,
     prumerge,
     simple,
@@ -78,6 +79,24 @@ class TestEveryMethod:
     def test_with_all_tokens_it_is_stock(self, small, processor, batch, name):
         stock = METHODS["stock"].on(small, processor, batch, 1.0, max_new_tokens=4).answers
         assert METHODS[name].on(small, processor, batch, 1.0, max_new_tokens=4).answers == stock
+
+    def test_what_is_shared_by_methods_and_budgets_changes_nothing(self, processor):
+        model = small_model()
+        torch.manual_seed(1)
+        torch.nn.init.normal_(model.relevance.lens.out.weight, std=0.1)  # or the retina would move nothing
+        samples, asked = [sample(0), sample(1, 5, 4)], {}
+        batch = prepare(processor, samples)
+        for name in [method.name for method in ours.METHODS]:
+            for share in (0.2, 0.4):
+                shared = METHODS[name].on(model, processor, batch, share, max_new_tokens=3)
+                alone = METHODS[name].on(model, processor, prepare(processor, samples), share, max_new_tokens=3)
+                assert shared.answers == alone.answers
+                for one, other in zip(shared.kept, alone.kept, strict=True):
+                    assert torch.equal(one, other), (name, share)
+                assert shared.seconds.keys() == alone.seconds.keys()
+                asked[name] = shared.maps["participatory"][0]
+        for name in ("arr_coc_glance", "arr_coc_texture", "no_retina", "untrained"):
+            assert not torch.allclose(asked[name], asked["arr_coc"], atol=1e-3), name
 
     def test_an_unknown_name_lists_what_exists(self):
         with pytest.raises(ValueError, match="unknown method nonsense: there are stock, downscale"):

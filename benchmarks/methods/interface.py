@@ -35,29 +35,44 @@ class Batch:
     seconds: float  # preprocessing of all samples
     _seen: dict = field(default_factory=dict)
 
-    def seen(self, model, clock: "Clock", attention: bool = False):
-        """The tower's output for all tokens, and `LastTowerLayer.attention` if that is asked for.
+    def shared(self, clock: "Clock", stage: str, key, make: Callable):
+        """`make()`, run once for this batch whatever the method and budget; each that asks is charged its seconds."""
+        if key not in self._seen:
+            start = clock.now()
+            with clock.stage(None):
+                made = make()
+            self._seen[key] = made, clock.now() - start
+        made, seconds = self._seen[key]
+        clock.add(stage, seconds)
+        return made
 
-        Methods that drop tokens after the tower share one pass over a batch; each is charged all of its seconds.
-        """
-        if "tower" not in self._seen:
-            inputs, start = self.inputs, clock.now()
-            with clock.stage(None), LastTowerLayer(model.model.visual) as last:
-                full = model.model.get_image_features(
-                    inputs["pixel_values"], inputs["image_grid_thw"], return_dict=True
-                )
-                self._seen["tower"] = full, last, clock.now() - start
-        full, last, seconds = self._seen["tower"]
-        clock.add("tower", seconds)
+    def seen(self, model, clock: "Clock", attention: bool = False):
+        """The tower's output for all tokens, and `LastTowerLayer.attention` if that is asked for."""
+        inputs, merge = self.inputs, model.config.vision_config.spatial_merge_size**2
+
+        def tower():
+            with LastTowerLayer(model.model.visual) as last:
+                pixels, grids = inputs["pixel_values"], inputs["image_grid_thw"]
+                return model.model.get_image_features(pixels, grids, return_dict=True), last
+
+        full, last = self.shared(clock, "tower", "tower", tower)
         if not attention:
             return full, None
-        if "attention" not in self._seen:
-            start, merge = clock.now(), model.config.vision_config.spatial_merge_size**2
-            looks = last.attention([h * w * merge for h, w in self.grids], merge)
-            self._seen["attention"] = looks, clock.now() - start
-        looks, seconds = self._seen["attention"]
-        clock.add("choose", seconds)
-        return full, looks
+        lengths = [h * w * merge for h, w in self.grids]
+        return full, self.shared(clock, "choose", "attention", lambda: last.attention(lengths, merge))
+
+    def perceived(self, model, clock: "Clock", budgets: list[int]) -> ArrCocOutput:
+        """`model.perceive`. What no question decides is seen once for this batch; each is charged what it took."""
+        key = model.relevance.retina, model.config.participatory
+        known = self._seen.get(key)
+        perception = model.perceive(**self.inputs, num_visual_tokens=list(budgets), known=known)
+        if known is None:
+            self._seen[key] = perception
+            return perception
+        for stage in known.seconds.keys() & {"texture", "glance"}:
+            clock.add("choose", known.seconds[stage] - perception.seconds[stage])
+            perception.seconds[stage] = known.seconds[stage]
+        return perception
 
 
 @dataclass

@@ -71,7 +71,7 @@ def _ours(change=None, swap=None, **fields):
     def answer(model, batch, budgets, run) -> Outcome:
         with config_of(model, **fields), swap(model) if swap else config_of(model):
             with run.clock.stage("choose"):
-                perception = model.perceive(**batch.inputs, num_visual_tokens=list(budgets))
+                perception = batch.perceived(model, run.clock, budgets)
                 if change:
                     perception = change(model, perception, budgets)
             answers = run.generate(model, batch.inputs, perception=perception)
