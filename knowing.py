@@ -12,6 +12,8 @@ The names are Vervaeke's kinds of knowing. Every learned part starts as a rule t
 read as a plain mean over heads, and the lens is silent.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from .texture import channel_names
 
 _EPS = 1e-6
+TURNS = (0.5, 1.0, 2.0, 4.0)  # frequencies of places, in half turns from an image's middle to its edge
 
 
 def propositional(detail: Tensor) -> Tensor:
@@ -124,6 +127,15 @@ class Retina(nn.Module):
         return self.out(cells.movedim(1, -1)).movedim(-1, 1).float()
 
 
+def places(h: int, w: int) -> Tensor:
+    """Where each cell of a grid stands, `[h * w, 2 + 4 * len(TURNS)]` in [-1, 1]: row and column, and their sines and
+    cosines at each frequency, by whose products attention can look a given way and distance off (Vaswani et al. 2017,
+    *Attention is all you need*, 3.5)."""
+    at = torch.stack(torch.meshgrid(*(torch.linspace(-1, 1, n) for n in (h, w)), indexing="ij"), -1).reshape(-1, 2)
+    angles = math.pi * at[:, None] * torch.tensor(TURNS)[:, None]  # [h * w, frequencies, 2]
+    return torch.cat([at, angles.sin().flatten(1), angles.cos().flatten(1)], 1)
+
+
 class Lens(nn.Module):
     """What training adds: question and cells read together at native resolution, by three small transformer blocks.
 
@@ -140,7 +152,7 @@ class Lens(nn.Module):
         self.near = nn.Conv2d(channels, 64, 3, padding=1)
         self.far = nn.Conv2d(64, dim, 3, padding=1)
         self.cell = nn.Linear(hidden_size, dim)
-        self.place = nn.Linear(2, dim)
+        self.place = nn.Linear(2 + 4 * len(TURNS), dim)
         self.word = nn.Linear(hidden_size, dim)
         self.asked = nn.Linear(hidden_size, dim)
         self.blocks = nn.ModuleList(_Block(dim) for _ in range(self.BLOCKS))
@@ -164,10 +176,7 @@ class Lens(nn.Module):
                 order), and the cells' scale; or None.
         """
         h, w = grid
-        at = torch.stack(
-            torch.meshgrid(*(torch.linspace(-1, 1, n, device=words.device) for n in grid), indexing="ij")
-        )
-        cells = self.place(at.flatten(1).T)  # [h * w, dim]
+        cells = self.place(places(h, w).to(words.device))  # [h * w, dim]
         if texture is not None:
             cells = cells + self.far(F.gelu(self.near(texture[None])))[0].flatten(1).T
         if retina is not None:

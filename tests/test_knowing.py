@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arr_coc.knowing import Affinity, Lens, Retina, Silent, perspectival, propositional, to_grid
+from arr_coc.knowing import TURNS, Affinity, Lens, Retina, Silent, perspectival, places, propositional, to_grid
 from arr_coc.texture import channel_names, detail, texture
 
 
@@ -174,6 +174,16 @@ class TestLens:
         same = {"texture": torch.ones(13, 3, 5), "retina": torch.ones(8, 3, 5)}
         same["glance"] = random(4, 16, seed=1), torch.ones(6, 16), 2
         assert self.lens()(**self.ARGS | same).flatten().unique().numel() == 15
+
+
+def test_products_of_places_tell_how_far_apart_cells_stand():
+    h, w = 4, 6
+    at = places(h, w)
+    assert at.shape == (h * w, 2 + 4 * len(TURNS)) and at.abs().max() <= 1
+    assert at[:, :2].reshape(h, w, 2)[0, -1].tolist() == [-1, 1]
+    products = (at[:, 2:] @ at[:, 2:].T).reshape(h, w, h, w)
+    torch.testing.assert_close(products[1:, 2:, 1:, 2:], products[:-1, :-2, :-1, :-2])
+    assert torch.equal(products.reshape(h * w, h * w).argmax(1), torch.arange(h * w))  # nothing is as near as itself
 
 
 def test_a_silent_layer_starts_at_zero():

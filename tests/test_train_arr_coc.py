@@ -298,3 +298,28 @@ def test_a_stopped_run_goes_on(tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
     with pytest.raises(ValueError, match="state/checkpoint-3 is of another run: "):
         run(tmp_path, "--stage", "grounded", "--lora", "2", "--resume")
+
+
+def test_the_mean_of_what_is_learned_is_saved_and_goes_on(tmp_path):
+    more = ("--stage", "grounded", "--average", "0.5", "--favour", "relation")
+    run(tmp_path, *more, "--steps", "2", "--lr", "0.01")
+    mean = load_file(tmp_path / "model" / "model.safetensors")
+    state = torch.load(tmp_path / "state" / "checkpoint-2" / "pytorch_model.bin", weights_only=True)
+    run(tmp_path, *more, "--steps", "3", "--lr", "0", "--resume")
+    saved = load_file(tmp_path / "model" / "model.safetensors")
+    moved = 0
+    for name, learned in state.items():
+        if name.startswith("model.relevance."):
+            short = name.removeprefix("model.")
+            torch.testing.assert_close(saved[short], (mean[short] + learned) / 2)
+            moved += not torch.equal(saved[short], learned)
+    assert moved > 10
+
+
+def test_every_second_scene_is_asked_the_favoured_types_alone():
+    plain, favoured = (iter(arr_coc.SceneRows(7, 3, SIZE, favour=favour)) for favour in ((), ("pointing",)))
+    for turn in range(4):
+        questions, others = ([row.question for row in next(rows)] for rows in (plain, favoured))
+        assert (questions == others) == (turn % 2 == 0)
+        if turn % 2:
+            assert others == [q.question for q in make_scene(7 + turn, "train", SIZE, 3, types=("pointing",)).questions]

@@ -22,14 +22,16 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import Dataset, IterableDataset
 from transformers import AutoConfig, AutoProcessor, Qwen3VLConfig, Trainer, TrainerCallback, TrainingArguments
 
@@ -40,6 +42,7 @@ from arr_coc.patches import to_pixels
 from arr_coc.texture import detail, texture
 from benchmarks.metrics import box_mass, evidence_cells, evidence_recall
 from benchmarks.scene_vocabulary import COLOURS, KINDS
+from benchmarks.scenes import QUESTION_TYPES
 
 from .base import begin_log, elapsed
 
@@ -61,28 +64,33 @@ class Row:
 
 
 class SceneRows(IterableDataset):
-    """Endless groups of questions, a group for each rendered scene. Process r of n takes every n-th scene."""
+    """Endless groups of questions, a group for each rendered scene. Process r of n takes every n-th scene.
 
-    def __init__(self, first: int, questions: int, size: int, split: str = "train", rank: int = 0, world: int = 1):
+    favour: question types that every second scene of a process is asked alone.
+    """
+
+    def __init__(
+        self, first: int, questions: int, size: int, split: str = "train", rank: int = 0, world: int = 1,
+        favour: Sequence[str] = (),
+    ):  # fmt: skip
         self.first, self.questions, self.size, self.split = first, questions, size, split
-        self.rank, self.world = rank, world
+        self.rank, self.world, self.favour = rank, world, tuple(favour)
 
     def __iter__(self) -> Iterator[list[Row]]:
         from torch.utils.data import get_worker_info
 
         info = get_worker_info()
         offset, stride = (info.id, info.num_workers) if info else (0, 1)
-        seed = self.first + self.rank + self.world * offset
-        while True:
-            if rows := scene_rows(seed, self.split, self.size, self.questions):
+        for turn in count(offset, stride):
+            seed, types = self.first + self.rank + self.world * turn, self.favour if turn // stride % 2 else ()
+            if rows := scene_rows(seed, self.split, self.size, self.questions, types):
                 yield rows
-            seed += self.world * stride
 
 
-def scene_rows(seed: int, split: str, size: int, questions: int) -> list[Row]:
+def scene_rows(seed: int, split: str, size: int, questions: int, types: Sequence[str] = ()) -> list[Row]:
     from benchmarks.scenes import cell_labels, make_scene
 
-    scene = make_scene(seed, split, size, n_questions=questions)
+    scene = make_scene(seed, split, size, n_questions=questions, types=types)
     stands = cell_labels(scene)
     cells = np.stack([stands["kind"], stands["colour"], stands["thing"]])
     return [
@@ -405,7 +413,15 @@ class Learner(nn.Module):
 
 
 class ArrCocTrainer(Trainer):
-    """`Trainer` of a `Learner`. What it says of a run goes to whatever `--report-to` names."""
+    """`Trainer` of a `Learner`. What it says of a run goes to whatever `--report-to` names.
+
+    With `average`, the share that it keeps at each step, a running mean of ARR-COC's parts goes along.
+    """
+
+    def __init__(self, learner: Learner, *args, average: float = 0.0, **kwargs):
+        relevance, mean = learner.core.relevance, get_ema_multi_avg_fn(average)
+        self.average = AveragedModel(relevance, multi_avg_fn=mean) if average else None
+        super().__init__(learner, *args, **kwargs)
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return model(**inputs)
@@ -422,6 +438,8 @@ class ArrCocTrainer(Trainer):
             folder.mkdir(parents=True, exist_ok=True)
             learned = {name: p.detach().cpu() for name, p in self.model.named_parameters() if p.requires_grad}
             torch.save(learned, folder / "pytorch_model.bin")
+            if self.average:
+                torch.save(self.average.state_dict(), folder / "average.bin")
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         learned = torch.load(Path(resume_from_checkpoint) / "pytorch_model.bin", weights_only=True)
@@ -429,6 +447,8 @@ class ArrCocTrainer(Trainer):
         if wanted != learned.keys():
             raise ValueError(f"{resume_from_checkpoint} is of another run: {sorted(wanted ^ learned.keys())[:3]} ...")
         self.model.load_state_dict(learned, strict=False)
+        if self.average:
+            self.average.load_state_dict(torch.load(Path(resume_from_checkpoint) / "average.bin", weights_only=True))
 
 
 def _log_likelihood(gain: Tensor, allocation: Tensor) -> Tensor:
@@ -531,8 +551,12 @@ def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--pictures", type=int, default=4, help="images a step and process (default 4)")
     p.add_argument("--questions", type=int, default=4, help="questions an image, where scenes are rendered (default 4)")
     p.add_argument("--size", type=int, default=512, help="pixels on a side, where scenes are rendered (default 512)")
+    p.add_argument("--favour", nargs="+", default=(), choices=QUESTION_TYPES, metavar="TYPE", help=(
+        "every second rendered scene is asked these types alone"))  # fmt: skip
     p.add_argument("--lr", type=float, default=1e-4)
     p.add_argument("--weight-decay", type=float, default=0.01)
+    p.add_argument("--average", type=float, default=0.0, metavar="SHARE", help="save a running mean of what is learned "
+                   "that keeps SHARE of itself at each step (0.99: about 100 steps')")  # fmt: skip
     p.add_argument("--warmup", type=float, default=0.05, help="share of the steps (default 0.05)")
     p.add_argument(
         "--lora", type=int, default=0, help="rank of a LoRA on the language model's attention (default none)"
@@ -604,6 +628,17 @@ class Clock(TrainerCallback):
             control.should_training_stop = True
 
 
+class Average(TrainerCallback):
+    """Moves the trainer's running mean along with each step, where there is one."""
+
+    def __init__(self, trainer: ArrCocTrainer):
+        self.trainer = trainer
+
+    def on_step_end(self, args, state, control, model=None, **_):
+        if self.trainer.average:
+            self.trainer.average.update_parameters(model.core.relevance)
+
+
 class JsonLog(TrainerCallback):
     def __init__(self, path: Path):
         self.path = path
@@ -661,7 +696,9 @@ def train(args: argparse.Namespace):
         data, fixed = DatasetRows(args.dataset, args.dataset_split), None
         fixed = [data[i][0] for i in range(min(4, len(data)))]
     else:
-        data = SceneRows(args.first_scene, args.questions, args.size, rank=rank, world=world)
+        data = SceneRows(
+            args.first_scene, args.questions, args.size, rank=rank, world=world, favour=args.favour
+        )  # fmt: skip
         fixed = [scene_rows(seed, "valid", args.size, 1)[0] for seed in range(4)]
     clock = Clock(args.steps, args.seconds, args.warmup)
     learner = Learner(
@@ -674,12 +711,16 @@ def train(args: argparse.Namespace):
         learner, settings, optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)),
         train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight, args.stage),
         callbacks=[clock, JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)],
+        average=args.average,
     )  # fmt: skip
+    trainer.add_callback(Average(trainer))
     trainer.train(resume_from_checkpoint=args.resume or None)
     if not trainer.is_world_process_zero():
         return
     if tuned is not None:
         model = tuned.merge_and_unload()
+    if trainer.average:
+        model.relevance.load_state_dict(trainer.average.module.state_dict())
     model.save_pretrained(args.out / "model")
     processor.save_pretrained(args.out / "model")
     print(f"saved {args.out / 'model'}")
