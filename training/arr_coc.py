@@ -45,6 +45,7 @@ from benchmarks.scene_vocabulary import COLOURS, KINDS
 from benchmarks.scenes import QUESTION_TYPES
 
 from .base import begin_log, elapsed
+from .batches import hops
 
 STAGES = ("cells", "grounded", "answers")
 CHOICES = ("straight-through", "perturbed")
@@ -58,6 +59,7 @@ class Row:
     question: str
     answer: str
     boxes: list = field(default_factory=list)  # evidence, (x0, y0, x1, y1) in pixels of the image
+    starts: int = 0  # how many of the boxes, the first ones, the question starts from; 0: not known
     whole: bool = False  # the question is about the whole image: everything is evidence
     hard: bool = False
     cells: np.ndarray | None = None  # what stands in each cell, [3, h, w] int64: kind, colour and which thing, 0 = none
@@ -94,7 +96,7 @@ def scene_rows(seed: int, split: str, size: int, questions: int, types: Sequence
     stands = cell_labels(scene)
     cells = np.stack([stands["kind"], stands["colour"], stands["thing"]])
     return [
-        Row(scene.image, q.question, q.answer, list(q.boxes), q.type == "whole", scene.hard, cells)
+        Row(scene.image, q.question, q.answer, list(q.boxes), len(hops(q)[0]), q.type == "whole", scene.hard, cells)
         for q in scene.questions
     ]
 
@@ -136,8 +138,8 @@ class Collate:
 
     Beside the processor's tensors, of which `patches` has an entry an image, for `questions` rows each, as have
     `pixels` (`[3, H, W]` in [0, 1]) and `cells` (`[3, h, w]` or None): `labels` (answers and end of turn, else -100),
-    `texture` and `detail` (lists), `evidence` (list of `[boxes, h, w]` bool, or None where a row says nothing) and
-    `weight [B]`. For the stage "cells", `pixels` and `cells` alone.
+    `texture` and `detail` (lists), `evidence` (list of `[boxes, h, w]` bool, or None where a row says nothing),
+    `starts` (`Row.starts`, a list) and `weight [B]`. For the stage "cells", `pixels` and `cells` alone.
     """
 
     def __init__(self, processor, config, hard_weight: float = 2.0, stage: str = STAGES[-1]):
@@ -149,7 +151,8 @@ class Collate:
         }
 
     def __call__(self, groups: list[list[Row]]) -> dict:
-        out = {name: [] for name in ("patches", "pixels", "cells", "texture", "detail", "evidence", "questions")}
+        lists = ("patches", "pixels", "cells", "texture", "detail", "evidence", "starts", "questions")
+        out = {name: [] for name in lists}
         grids, texts, lengths, weight = [], [], [], []
         config, tokenizer = self.config, self.processor.tokenizer
         for group in groups:
@@ -183,6 +186,7 @@ class Collate:
                 out["texture"].append(made[0])
                 out["detail"].append(made[1])
                 out["evidence"].append(evidence(row, h, w, height, width))
+                out["starts"].append(row.starts)
                 weight.append(self.hard_weight if row.hard else 1.0)
         if self.stage == "cells":
             return {name: out[name] for name in ("pixels", "cells")}
@@ -221,16 +225,21 @@ def grounding_loss(perception: ArrCocOutput, masks: list[Tensor | None], weight:
     for i, boxes in enumerate(masks):
         if boxes is None:
             continue
-        p = perception.participatory[i].float().clamp(1e-5, 1 - 1e-5)
-        inside, outside = boxes.to(p), (~boxes.any(0)).to(p)
-        loss = -((p.log() * inside).sum((1, 2)) / inside.sum((1, 2))).mean()
-        if outside.any():
-            loss = (loss - ((1 - p).log() * outside).sum() / outside.sum()) / 2
-            gain = perception.gain[i]
+        loss = finding_loss(perception.participatory[i], boxes)
+        if not boxes.any(0).all():
+            gain, inside = perception.gain[i], boxes.to(perception.gain[i])
             loss = loss - 0.5 * ((gain * inside).sum((1, 2)) / gain.sum()).clamp(min=1e-6).log().mean()
         total = total + weight[i] * loss
         count += float(weight[i])
     return total / max(count, 1.0)
+
+
+def finding_loss(found: Tensor, boxes: Tensor) -> Tensor:
+    """Cross-entropy of a map `[h, w]` in [0, 1] against boxes `[n, h, w]`: they weigh alike, and all as the rest."""
+    p = found.float().clamp(1e-5, 1 - 1e-5)
+    inside, outside = boxes.to(p), (~boxes.any(0)).to(p)
+    loss = -((p.log() * inside).sum((1, 2)) / inside.sum((1, 2))).mean()
+    return (loss - ((1 - p).log() * outside).sum() / outside.sum()) / 2 if outside.any() else loss
 
 
 @torch.no_grad()
@@ -256,14 +265,17 @@ class Learner(nn.Module):
 
     def __init__(
         self, model, stage: str, choice: str = CHOICES[0], budgets: tuple[float, float] = (0.04, 0.5),
-        noise: float = 0.3, ground: float = 1.0, name: float = 0.5, distil: float = 0.0,
+        noise: float = 0.3, ground: float = 1.0, name: float = 0.5, start: float = 0.5, distil: float = 0.0,
         unglanced: float = 0.0, seed: int = 0,
     ):  # fmt: skip
         super().__init__()
         self.model, self.stage, self.choice, self.budgets = model, stage, choice, budgets
-        self.noise, self.ground, self.name, self.distil = noise, ground, name, distil
+        self.noise, self.ground, self.name, self.start, self.distil = noise, ground, name, start, distil
         self.unglanced = unglanced
         self.names = nn.ModuleList(nn.Linear(self.core.config.lens_dim, 1 + n) for n in (len(KINDS), len(COLOURS)))
+        self.begin = nn.Linear(self.core.config.lens_dim, 1)
+        self.core.relevance.lens.blocks[0].register_forward_hook(lambda _, __, out: self.heard.append(out))
+        self.heard: list[Tensor] = []  # what the lens's first block made of each image and question
         self.dice = np.random.default_rng(seed)
         self.seen: list[dict[str, float]] = []
 
@@ -300,7 +312,7 @@ class Learner(nn.Module):
         if self.stage == "cells":
             self.seen.append(said)
             return named
-        masks, weight = inputs.pop("evidence"), inputs.pop("weight")
+        masks, starts, weight = inputs.pop("evidence"), inputs.pop("starts"), inputs.pop("weight")
         labels, keep = inputs.pop("labels"), inputs.pop("answer_tokens")
         known = ArrCocOutput(
             grid=[tuple(t.shape[1:]) for t in inputs["texture"]],
@@ -320,16 +332,29 @@ class Learner(nn.Module):
             known.thumbnail = [thumbnails[i] for i in row]
         low, high = np.log(self.budgets)
         shares = np.exp(self.dice.uniform(low, high, len(masks))).tolist()
+        self.heard.clear()
         perception = core.perceive(**inputs, known=known, num_visual_tokens=shares)
-        ground = grounding_loss(perception, masks, weight)
-        said["ground"] = float(ground.detach())
-        loss = self.ground * ground + self.name * named
+        ground, start = grounding_loss(perception, masks, weight), self.starting_loss(masks, starts)
+        said |= {"ground": float(ground.detach()), "start": float(start.detach())}
+        loss = self.ground * ground + self.name * named + self.start * start
         if self.stage == "answers":
             answer = self.answer_loss(inputs, labels, keep, perception, weight)
             said["answer"] = float(answer.detach())
             loss = loss + answer
         self.watch(perception, masks, said)
         return loss
+
+    def starting_loss(self, masks: list[Tensor | None], starts: list[int]) -> Tensor:
+        """Cross-entropy of reading what a question starts from off the cells behind the lens's first block, where rows
+        say it: only what is found there can lead the later blocks to its neighbour. The reading is not part of the
+        model."""
+        each = []
+        for i, n in enumerate(starts):
+            if n and not masks[i].any(0).all():
+                cells = self.heard[i][: masks[i][0].numel()]
+                found = self.begin(F.layer_norm(cells, cells.shape[-1:])).sigmoid()
+                each.append(finding_loss(found.reshape(masks[i].shape[1:]), masks[i][:n]))
+        return torch.stack(each).mean() if each else torch.zeros((), device=self.begin.weight.device)
 
     def naming_loss(self, retina: list[Tensor], cells: list[Tensor | None]) -> tuple[Tensor, float]:
         """Cross-entropy of reading kind and colour of what stands in each cell off what the retina saw there, linearly,
@@ -538,6 +563,8 @@ def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--ground", type=float, default=1.0, help="weight of the evidence's loss (default 1)")
     p.add_argument("--name", type=float, default=0.5, help="weight of naming what stands in each cell, where rows say "
                    "it (default 0.5)")  # fmt: skip
+    p.add_argument("--start", type=float, default=0.5, help="weight of finding what a question starts from, where rows "
+                   "say it (default 0.5)")  # fmt: skip
     p.add_argument("--unglanced", type=float, default=0.25, help="share of the steps that choose without a glance, so "
                    'that participatory="texture" learns, too (default 0.25)')  # fmt: skip
     p.add_argument("--distil", type=float, default=0.0, help="weight of the loss against all tokens (default 0)")
@@ -702,8 +729,8 @@ def train(args: argparse.Namespace):
         fixed = [scene_rows(seed, "valid", args.size, 1)[0] for seed in range(4)]
     clock = Clock(args.steps, args.seconds, args.warmup)
     learner = Learner(
-        tuned or model, args.stage, args.choice, tuple(args.budgets), args.noise, args.ground, args.name, args.distil,
-        args.unglanced, args.seed + rank,
+        tuned or model, args.stage, args.choice, tuple(args.budgets), args.noise, args.ground, args.name, args.start,
+        args.distil, args.unglanced, args.seed + rank,
     )  # fmt: skip
     learned = [p for p in learner.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=args.lr, weight_decay=args.weight_decay)
