@@ -20,7 +20,7 @@ from arr_coc.checkpoints.make_tiny import TINY
 from arr_coc.train import parser
 from benchmarks.scene_vocabulary import COLOURS, KINDS
 from benchmarks.scenes import make_scene
-from training import arr_coc
+from training import arr_coc, relevance, rows
 
 SIZE = 128
 
@@ -30,9 +30,9 @@ def model():
     return ArrCocForConditionalGeneration.from_pretrained(TINY, dtype=torch.float32)
 
 
-def rows(**changes) -> arr_coc.Row:
+def a_row(**changes) -> rows.Row:
     image = np.random.default_rng(0).integers(0, 256, (96, 64, 3), np.uint8)
-    return arr_coc.Row(**{"image": image, "question": "what is red?", "answer": "cup", **changes})
+    return rows.Row(**{"image": image, "question": "what is red?", "answer": "cup", **changes})
 
 
 # ---- what a run begins with
@@ -55,12 +55,12 @@ def test_learned_parts_begin_as_another_models_where_they_fit(model):
 
 
 def test_evidence_is_the_cells_that_boxes_reach_into():
-    boxes = arr_coc.evidence(rows(boxes=[(33, 5, 60, 60), (0, 70, 9, 79)]), 3, 2, 96, 64)
+    boxes = rows.evidence(a_row(boxes=[(33, 5, 60, 60), (0, 70, 9, 79)]), 3, 2, 96, 64)
     assert boxes[0].tolist() == [[False, True], [False, True], [False, False]]
     assert boxes[1].tolist() == [[False, False], [False, False], [True, False]]
-    whole = arr_coc.evidence(rows(whole=True), 3, 2, 96, 64)
+    whole = rows.evidence(a_row(whole=True), 3, 2, 96, 64)
     assert whole.shape == (1, 3, 2) and whole.all()
-    assert arr_coc.evidence(rows(), 3, 2, 96, 64) is None
+    assert rows.evidence(a_row(), 3, 2, 96, 64) is None
 
 
 def test_grounding_loss_by_hand():
@@ -79,13 +79,13 @@ def test_grounding_loss_by_hand():
         ([None], [1.0], 0.0),
     ):
         perception = ArrCocOutput(participatory=[p] * len(masks), gain=[gain] * len(masks))
-        loss = arr_coc.grounding_loss(perception, masks, torch.tensor(weight))
+        loss = relevance.grounding_loss(perception, masks, torch.tensor(weight))
         assert float(loss) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_naming_loss_by_hand(model):
     """Kind and colour; things alike, an empty cell a tenth. Images that say nothing of their cells count nothing."""
-    learner = arr_coc.Learner(model, "cells")
+    learner = relevance.Learner(model, "cells")
     seen = torch.randn(model.config.lens_dim, 1, 4)
     kind, colour = (head(seen[:, 0].T).log_softmax(-1) for head in learner.names)
     kinds, colours, things = [3, 3, 5, 0], [2, 2, 1, 0], [1, 1, 2, 0]
@@ -100,7 +100,7 @@ def test_naming_loss_by_hand(model):
 def test_starting_loss_by_hand(model):
     """Of a relation's boxes the first is what the question starts from; of a whole scene and of rows that do not say
     it nothing is asked. A question's own words, behind the cells, are not read."""
-    learner = arr_coc.Learner(model, "grounded")
+    learner = relevance.Learner(model, "grounded")
     with torch.no_grad():
         learner.begin.weight.zero_()[0, 0], learner.begin.bias[0] = 2.0, 0.5
     cells = torch.randn(4, model.config.lens_dim)
@@ -112,7 +112,7 @@ def test_starting_loss_by_hand(model):
     loss = learner.starting_loss([boxes, torch.ones(1, 2, 2) > 0, boxes], [1, 1, 0])
     assert loss.item() == pytest.approx(wanted, 1e-5)
     assert learner.starting_loss([None, boxes], [0, 0]).item() == 0
-    made = arr_coc.scene_rows(3, "train", SIZE, 6, types=("relation",)) + arr_coc.scene_rows(3, "train", SIZE, 6)
+    made = rows.scene_rows(3, "train", SIZE, 6, types=("relation",)) + rows.scene_rows(3, "train", SIZE, 6)
     assert {(len(row.boxes), row.starts) for row in made} >= {(2, 1), (1, 1)}
 
 
@@ -120,11 +120,11 @@ def test_log_likelihood_by_hand():
     """The tokens' shares of the gain; a coarse one has that of all it covers."""
     gain = torch.tensor([[0.1, 0.2], [0.3, 0.4]])
     fine, coarse = torch.tensor([[1, 0, 1], [1, 1, 1]]), torch.tensor([[2, 0, 0]])
-    share = arr_coc.token_gain(gain, fine).tolist()  # of a gain that sums to 1
-    assert float(arr_coc._log_likelihood(gain, fine)) == pytest.approx(np.mean(np.log(share)), rel=1e-5)
+    share = relevance.token_gain(gain, fine).tolist()  # of a gain that sums to 1
+    assert float(relevance._log_likelihood(gain, fine)) == pytest.approx(np.mean(np.log(share)), rel=1e-5)
     assert share == pytest.approx([0.2, 0.4])
-    assert float(arr_coc._log_likelihood(gain, coarse)) == pytest.approx(
-        math.log(float(arr_coc.token_gain(gain, coarse)[0])), rel=1e-5
+    assert float(relevance._log_likelihood(gain, coarse)) == pytest.approx(
+        math.log(float(relevance.token_gain(gain, coarse)[0])), rel=1e-5
     )
 
 
@@ -133,8 +133,8 @@ def test_log_likelihood_by_hand():
 
 def test_batches_hold_what_the_processor_makes(processor, model):
     """Prompts are those of generation, answers follow them, and texture computed by the workers is `perceive`'s own."""
-    collate = arr_coc.Collate(processor, model.config)
-    group = [rows(boxes=[(0, 0, 9, 9)]), rows(question="and blue?", answer="telephone", hard=True)]
+    collate = rows.Collate(processor, model.config)
+    group = [a_row(boxes=[(0, 0, 9, 9)]), a_row(question="and blue?", answer="telephone", hard=True)]
     batch = collate([group])
     assert batch["weight"].tolist() == [1.0, 2.0] and batch["questions"] == [2]
     for i, row in enumerate(group):
@@ -156,8 +156,8 @@ def test_batches_hold_what_the_processor_makes(processor, model):
 
 
 def test_batches_say_what_stands_in_each_cell(processor, model):
-    group = arr_coc.scene_rows(1 << 36, "valid", SIZE, 2)
-    batch = arr_coc.Collate(processor, model.config)([group, [rows()]])
+    group = rows.scene_rows(1 << 36, "valid", SIZE, 2)
+    batch = rows.Collate(processor, model.config)([group, [a_row()]])
     kind, colour, thing = batch["cells"][0]
     scene = make_scene(1 << 36, "valid", SIZE, n_questions=2)
     assert {(KINDS[k - 1], COLOURS[c - 1]) for k, c in zip(kind[kind > 0], colour[kind > 0], strict=True)} <= {
@@ -181,7 +181,7 @@ def test_batches_say_what_stands_in_each_cell(processor, model):
 def test_datasets_like_vqav2(tmp_path, columns, answer):
     image = Image.new("RGBA", (40, 30))
     Dataset.from_dict({"image": [image], "question": ["what?"], **columns}).save_to_disk(tmp_path / "rows")
-    ((row,),) = [arr_coc.DatasetRows(str(tmp_path / "rows"), "train")[0]]
+    ((row,),) = [rows.DatasetRows(str(tmp_path / "rows"), "train")[0]]
     assert (row.answer, row.question, row.image.mode) == (answer, "what?", "RGB")
     assert list(map(list, row.boxes)) == columns.get("boxes", [[]])[0]
 
@@ -189,7 +189,7 @@ def test_datasets_like_vqav2(tmp_path, columns, answer):
 def test_a_dataset_without_the_columns_is_refused(tmp_path):
     Dataset.from_dict({"picture": ["x"], "question": ["what?"]}).save_to_disk(tmp_path / "rows")
     with pytest.raises(ValueError, match=r"lacks the columns \['answer', 'image'\]; it has \['picture', 'question'\]"):
-        arr_coc.DatasetRows(str(tmp_path / "rows"), "train")
+        rows.DatasetRows(str(tmp_path / "rows"), "train")
 
 
 # ---- through the hard choice
@@ -199,8 +199,8 @@ def answer_loss(processor, choice: str, distil: float, budget: float, **fields):
     """One batch's loss and its gradient by each row's gain, with noise and choice repeatable."""
     model = ArrCocForConditionalGeneration.from_pretrained(TINY, dtype=torch.float32, **fields).train()
     model.requires_grad_(False)
-    batch = arr_coc.Collate(processor, model.config)([arr_coc.scene_rows(1 << 36, "valid", SIZE, 3)])
-    learner = arr_coc.Learner(model, "answers", choice, noise=2.0, distil=distil)  # noise: choices that differ
+    batch = rows.Collate(processor, model.config)([rows.scene_rows(1 << 36, "valid", SIZE, 3)])
+    learner = relevance.Learner(model, "answers", choice, noise=2.0, distil=distil)  # noise: choices that differ
     inputs = {k: batch[k] for k in ("input_ids", "attention_mask", "image_grid_thw", "mm_token_type_ids")}
     inputs["pixel_values"] = torch.cat(batch["patches"] * 3)
     torch.manual_seed(0)
@@ -211,7 +211,7 @@ def answer_loss(processor, choice: str, distil: float, budget: float, **fields):
     return loss.detach(), [gain.grad for gain in perception.gain]
 
 
-@pytest.mark.parametrize("choice", arr_coc.CHOICES)
+@pytest.mark.parametrize("choice", relevance.CHOICES)
 def test_gradients_reach_the_gain_through_the_choice(processor, choice):
     _, grads = answer_loss(processor, choice, 0.0, 0.25)
     assert all(grad is not None and grad.isfinite().all() for grad in grads)
@@ -336,7 +336,7 @@ def test_the_mean_of_what_is_learned_is_saved_and_goes_on(tmp_path):
 
 
 def test_every_second_scene_is_asked_the_favoured_types_alone():
-    plain, favoured = (iter(arr_coc.SceneRows(7, 3, SIZE, favour=favour)) for favour in ((), ("pointing",)))
+    plain, favoured = (iter(rows.SceneRows(7, 3, SIZE, favour=favour)) for favour in ((), ("pointing",)))
     for turn in range(4):
         questions, others = ([row.question for row in next(rows)] for rows in (plain, favoured))
         assert (questions == others) == (turn % 2 == 0)
