@@ -97,25 +97,6 @@ def test_naming_loss_by_hand(model):
     assert right == pytest.approx((hits[0] / 2 + hits[1] / 2 + hits[2]) / 2)  # the empty cell is not a thing
 
 
-def test_starting_loss_by_hand(model):
-    """Of a relation's boxes the first is what the question starts from; of a whole scene and of rows that do not say
-    it nothing is asked. A question's own words, behind the cells, are not read."""
-    learner = relevance.Learner(model, "grounded")
-    with torch.no_grad():
-        learner.begin.weight.zero_()[0, 0], learner.begin.bias[0] = 2.0, 0.5
-    cells = torch.randn(4, model.config.lens_dim)
-    learner.heard = [torch.cat([cells, torch.randn(3, cells.shape[1])])] * 3
-    boxes = torch.zeros(2, 2, 2, dtype=torch.bool)
-    boxes[0, 0, 1] = boxes[1, 1, 1] = True
-    p = (2 * torch.nn.functional.layer_norm(cells, cells.shape[1:])[:, 0] + 0.5).sigmoid().tolist()
-    wanted = -(math.log(p[1]) + (math.log(1 - p[0]) + math.log(1 - p[2]) + math.log(1 - p[3])) / 3) / 2
-    loss = learner.starting_loss([boxes, torch.ones(1, 2, 2) > 0, boxes], [1, 1, 0])
-    assert loss.item() == pytest.approx(wanted, 1e-5)
-    assert learner.starting_loss([None, boxes], [0, 0]).item() == 0
-    made = rows.scene_rows(3, "train", SIZE, 6, types=("relation",)) + rows.scene_rows(3, "train", SIZE, 6)
-    assert {(len(row.boxes), row.starts) for row in made} >= {(2, 1), (1, 1)}
-
-
 def test_log_likelihood_by_hand():
     """The tokens' shares of the gain; a coarse one has that of all it covers."""
     gain = torch.tensor([[0.1, 0.2], [0.3, 0.4]])

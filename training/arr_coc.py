@@ -158,8 +158,6 @@ def add_arguments(p: argparse.ArgumentParser):
     p.add_argument("--ground", type=float, default=1.0, help="weight of the evidence's loss (default 1)")
     p.add_argument("--name", type=float, default=0.5, help="weight of naming what stands in each cell, where rows say "
                    "it (default 0.5)")  # fmt: skip
-    p.add_argument("--start", type=float, default=0.5, help="weight of finding what a question starts from, where rows "
-                   "say it (default 0.5)")  # fmt: skip
     p.add_argument("--unglanced", type=float, default=0.25, help="share of the steps that choose without a glance, so "
                    'that participatory="texture" learns, too (default 0.25)')  # fmt: skip
     p.add_argument("--distil", type=float, default=0.0, help="weight of the loss against all tokens (default 0)")
@@ -324,8 +322,8 @@ def train(args: argparse.Namespace):
         fixed = [scene_rows(seed, "valid", args.size, 1)[0] for seed in range(4)]
     clock = Clock(args.steps, args.seconds, args.warmup)
     learner = Learner(
-        tuned or model, args.stage, args.choice, tuple(args.budgets), args.noise, args.ground, args.name, args.start,
-        args.distil, args.unglanced, args.seed + rank,
+        tuned or model, args.stage, args.choice, tuple(args.budgets), args.noise, args.ground, args.name, args.distil,
+        args.unglanced, args.seed + rank,
     )  # fmt: skip
     learned = [p for p in learner.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=args.lr, weight_decay=args.weight_decay)

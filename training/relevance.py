@@ -25,21 +25,16 @@ def grounding_loss(perception: ArrCocOutput, masks: list[Tensor | None], weight:
     for i, boxes in enumerate(masks):
         if boxes is None:
             continue
-        loss = finding_loss(perception.participatory[i], boxes)
-        if not boxes.any(0).all():
-            gain, inside = perception.gain[i], boxes.to(perception.gain[i])
+        p = perception.participatory[i].float().clamp(1e-5, 1 - 1e-5)
+        inside, outside = boxes.to(p), (~boxes.any(0)).to(p)
+        loss = -((p.log() * inside).sum((1, 2)) / inside.sum((1, 2))).mean()
+        if outside.any():
+            loss = (loss - ((1 - p).log() * outside).sum() / outside.sum()) / 2
+            gain = perception.gain[i]
             loss = loss - 0.5 * ((gain * inside).sum((1, 2)) / gain.sum()).clamp(min=1e-6).log().mean()
         total = total + weight[i] * loss
         count += float(weight[i])
     return total / max(count, 1.0)
-
-
-def finding_loss(found: Tensor, boxes: Tensor) -> Tensor:
-    """Cross-entropy of a map `[h, w]` in [0, 1] against boxes `[n, h, w]`: they weigh alike, and all as the rest."""
-    p = found.float().clamp(1e-5, 1 - 1e-5)
-    inside, outside = boxes.to(p), (~boxes.any(0)).to(p)
-    loss = -((p.log() * inside).sum((1, 2)) / inside.sum((1, 2))).mean()
-    return (loss - ((1 - p).log() * outside).sum() / outside.sum()) / 2 if outside.any() else loss
 
 
 @torch.no_grad()
@@ -65,17 +60,14 @@ class Learner(nn.Module):
 
     def __init__(
         self, model, stage: str, choice: str = CHOICES[0], budgets: tuple[float, float] = (0.04, 0.5),
-        noise: float = 0.3, ground: float = 1.0, name: float = 0.5, start: float = 0.5, distil: float = 0.0,
+        noise: float = 0.3, ground: float = 1.0, name: float = 0.5, distil: float = 0.0,
         unglanced: float = 0.0, seed: int = 0,
     ):  # fmt: skip
         super().__init__()
         self.model, self.stage, self.choice, self.budgets = model, stage, choice, budgets
-        self.noise, self.ground, self.name, self.start, self.distil = noise, ground, name, start, distil
+        self.noise, self.ground, self.name, self.distil = noise, ground, name, distil
         self.unglanced = unglanced
         self.names = nn.ModuleList(nn.Linear(self.core.config.lens_dim, 1 + n) for n in (len(KINDS), len(COLOURS)))
-        self.begin = nn.Linear(self.core.config.lens_dim, 1)
-        self.core.relevance.lens.blocks[0].register_forward_hook(lambda _, __, out: self.heard.append(out))
-        self.heard: list[Tensor] = []  # what the lens's first block made of each image and question
         self.dice = np.random.default_rng(seed)
         self.seen: list[dict[str, float]] = []
 
@@ -112,7 +104,7 @@ class Learner(nn.Module):
         if self.stage == "cells":
             self.seen.append(said)
             return named
-        masks, starts, weight = inputs.pop("evidence"), inputs.pop("starts"), inputs.pop("weight")
+        masks, weight = inputs.pop("evidence"), inputs.pop("weight")
         labels, keep = inputs.pop("labels"), inputs.pop("answer_tokens")
         known = ArrCocOutput(
             grid=[tuple(t.shape[1:]) for t in inputs["texture"]],
@@ -132,29 +124,16 @@ class Learner(nn.Module):
             known.thumbnail = [thumbnails[i] for i in row]
         low, high = np.log(self.budgets)
         shares = np.exp(self.dice.uniform(low, high, len(masks))).tolist()
-        self.heard.clear()
         perception = core.perceive(**inputs, known=known, num_visual_tokens=shares)
-        ground, start = grounding_loss(perception, masks, weight), self.starting_loss(masks, starts)
-        said |= {"ground": float(ground.detach()), "start": float(start.detach())}
-        loss = self.ground * ground + self.name * named + self.start * start
+        ground = grounding_loss(perception, masks, weight)
+        said["ground"] = float(ground.detach())
+        loss = self.ground * ground + self.name * named
         if self.stage == "answers":
             answer = self.answer_loss(inputs, labels, keep, perception, weight)
             said["answer"] = float(answer.detach())
             loss = loss + answer
         self.watch(perception, masks, said)
         return loss
-
-    def starting_loss(self, masks: list[Tensor | None], starts: list[int]) -> Tensor:
-        """Cross-entropy of reading what a question starts from off the cells behind the lens's first block, where rows
-        say it: only what is found there can lead the later blocks to its neighbour. The reading is not part of the
-        model."""
-        each = []
-        for i, n in enumerate(starts):
-            if n and not masks[i].any(0).all():
-                cells = self.heard[i][: masks[i][0].numel()]
-                found = self.begin(F.layer_norm(cells, cells.shape[-1:])).sigmoid()
-                each.append(finding_loss(found.reshape(masks[i].shape[1:]), masks[i][:n]))
-        return torch.stack(each).mean() if each else torch.zeros((), device=self.begin.weight.device)
 
     def naming_loss(self, retina: list[Tensor], cells: list[Tensor | None]) -> tuple[Tensor, float]:
         """Cross-entropy of reading kind and colour of what stands in each cell off what the retina saw there, linearly,

@@ -14,8 +14,6 @@ from arr_coc.patches import to_pixels
 from arr_coc.texture import detail, texture
 from benchmarks.metrics import evidence_cells
 
-from .batches import hops
-
 STAGES = ("cells", "grounded", "answers")
 
 
@@ -27,7 +25,6 @@ class Row:
     question: str
     answer: str
     boxes: list = field(default_factory=list)  # evidence, (x0, y0, x1, y1) in pixels of the image
-    starts: int = 0  # how many of the boxes, the first ones, the question starts from; 0: not known
     whole: bool = False  # the question is about the whole image: everything is evidence
     hard: bool = False
     cells: np.ndarray | None = None  # what stands in each cell, [3, h, w] int64: kind, colour and which thing, 0 = none
@@ -64,7 +61,7 @@ def scene_rows(seed: int, split: str, size: int, questions: int, types: Sequence
     stands = cell_labels(scene)
     cells = np.stack([stands["kind"], stands["colour"], stands["thing"]])
     return [
-        Row(scene.image, q.question, q.answer, list(q.boxes), len(hops(q)[0]), q.type == "whole", scene.hard, cells)
+        Row(scene.image, q.question, q.answer, list(q.boxes), q.type == "whole", scene.hard, cells)
         for q in scene.questions
     ]
 
@@ -106,8 +103,8 @@ class Collate:
 
     Beside the processor's tensors, of which `patches` has an entry an image, for `questions` rows each, as have
     `pixels` (`[3, H, W]` in [0, 1]) and `cells` (`[3, h, w]` or None): `labels` (answers and end of turn, else -100),
-    `texture` and `detail` (lists), `evidence` (list of `[boxes, h, w]` bool, or None where a row says nothing),
-    `starts` (`Row.starts`, a list) and `weight [B]`. For the stage "cells", `pixels` and `cells` alone.
+    `texture` and `detail` (lists), `evidence` (list of `[boxes, h, w]` bool, or None where a row says nothing) and
+    `weight [B]`. For the stage "cells", `pixels` and `cells` alone.
     """
 
     def __init__(self, processor, config, hard_weight: float = 2.0, stage: str = STAGES[-1]):
@@ -119,8 +116,7 @@ class Collate:
         }
 
     def __call__(self, groups: list[list[Row]]) -> dict:
-        lists = ("patches", "pixels", "cells", "texture", "detail", "evidence", "starts", "questions")
-        out = {name: [] for name in lists}
+        out = {name: [] for name in ("patches", "pixels", "cells", "texture", "detail", "evidence", "questions")}
         grids, texts, lengths, weight = [], [], [], []
         config, tokenizer = self.config, self.processor.tokenizer
         for group in groups:
@@ -154,7 +150,6 @@ class Collate:
                 out["texture"].append(made[0])
                 out["detail"].append(made[1])
                 out["evidence"].append(evidence(row, h, w, height, width))
-                out["starts"].append(row.starts)
                 weight.append(self.hard_weight if row.hard else 1.0)
         if self.stage == "cells":
             return {name: out[name] for name in ("pixels", "cells")}
