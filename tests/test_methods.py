@@ -256,14 +256,19 @@ class TestPruMerge:
         received = torch.tensor([1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 5.0, 1.0])
         assert prumerge.outliers(received).nonzero()[:, 0].tolist() == [6]
 
-    def test_attended_and_even_ones_are_kept_and_the_pruned_merged_by_attention(self):
-        received = torch.tensor([1.0, 2.0, 1.0, 9.0, 1.0, 2.0])
+    def test_attended_and_even_ones_are_kept_and_the_pruned_added_by_their_attention(self):
+        received = torch.tensor([1.0, 2.0, 1.0, 9.0, 1.0, 2.0]) / 16
         keys = torch.tensor([[1.0, 0], [1, 0], [0, 1], [0, 1], [0, 1], [1, 0]])
         cells, mix = prumerge.prune_and_merge(received, keys, 3, neighbours=1)
-        assert 3 in cells.tolist() and len(cells) == 3  # the outlier, and two evenly spaced: 0 and 2
-        assert cells.tolist() == [0, 2, 3]
-        assert torch.allclose(mix[0], torch.tensor([1 / 3, 2 / 3, 0, 0, 0, 0]))  # with 1, its nearest pruned, by 1 : 2
-        assert torch.allclose(mix[2], torch.tensor([0, 0, 0, 0.9, 0.1, 0]))  # with 4, by 9 : 1
+        assert cells.tolist() == [0, 2, 3]  # the outlier, and two evenly spaced: 0 and 2
+        assert torch.allclose(mix[0] * 18 / 16, torch.tensor([1, 2 / 16, 0, 0, 0, 0]))  # with 1, by its 2 of 16
+        assert torch.allclose(mix[2] * 17 / 16, torch.tensor([0, 0, 0, 1, 1 / 16, 0]))  # with 4, by its 1
+
+    def test_a_kept_token_stays_the_most_of_what_it_becomes(self):
+        received = torch.rand(64).softmax(0)
+        for k in (8, 32):
+            cells, mix = prumerge.prune_and_merge(received, torch.randn(64, 8), k)
+            assert mix[torch.arange(k), cells].min() > 0.5
 
 
 class TestPixelRedundancy:

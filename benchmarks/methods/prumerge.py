@@ -1,8 +1,10 @@
-"""LLaVA-PruMerge+: attended tokens and evenly spaced ones, the pruned merged in (Shang et al. 2024, arXiv 2403.15388).
+"""LLaVA-PruMerge+: attended tokens and evenly spaced ones, others merged in (Shang et al. 2024, arXiv 2403.15388).
 
 The paper takes the outliers of attention (above the third quartile by 1.5 interquartile ranges) and adds evenly spaced
-tokens. With a fixed budget, outliers take up to half of it and evenly spaced tokens the rest. Each kept token becomes
-the mean of itself and its nearest pruned tokens by keys, weighted by attention.
+tokens. With a fixed budget, outliers take up to half of it and evenly spaced tokens the rest. To each kept token are
+added the pruned ones whose keys are nearest to its own, each times the attention that it received (shares of 1 in all),
+so that the kept one stays the most of it, as in the authors' code. Divided by the weights' sum, so that features keep
+their size; the authors' one extra token, the sum of all that was pruned, has no place in an image and is left out.
 """
 
 import torch
@@ -33,7 +35,7 @@ def prune_and_merge(received: Tensor, keys: Tensor, k: int, neighbours: int = _N
         unit = F.normalize(keys.float(), dim=-1)
         near = pruned[(unit[cells] @ unit[pruned].T).topk(min(neighbours, len(pruned)), dim=1).indices]
         mix.scatter_(1, near, received[near].float())
-    mix.scatter_(1, cells[:, None], received[cells, None].float())
+    mix.scatter_(1, cells[:, None], 1.0)
     return cells, mix / mix.sum(1, keepdim=True)
 
 
