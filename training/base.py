@@ -19,7 +19,7 @@ import numpy as np
 import torch
 import transformers
 from accelerate.utils import broadcast
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
@@ -32,7 +32,7 @@ from benchmarks import scenes
 from benchmarks.metrics import wilson
 
 from .batches import Scenes
-from .learning import Learner, quicken, save_weights, small_model
+from .learning import Learner, quicken, save_weights, small_model, write_weights
 from .plan import Plan, Stage
 
 # SIZE:BATCH:WEIGHT of the stages unless --stage says otherwise, with a GPU and without
@@ -361,8 +361,7 @@ def soup(args: argparse.Namespace):
         mixed = sum(share * other[name].float() for share, other in zip(shares, weights, strict=True))
         mean[name] = mixed.to(value.dtype)
     shutil.copytree(args.models[0], args.out, ignore=lambda *_: ["state", "model.safetensors"], dirs_exist_ok=True)
-    save_file(mean, args.out / "model.safetensors.part", metadata={"format": "pt"})
-    os.replace(args.out / "model.safetensors.part", args.out / "model.safetensors")
+    write_weights(mean, args.out)
 
 
 def evaluate(args: argparse.Namespace):

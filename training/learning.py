@@ -258,9 +258,14 @@ def small_model(processor, folder: Path | None = None) -> Qwen3VLForConditionalG
 
 
 def save_weights(model: Qwen3VLForConditionalGeneration, folder: Path):
-    """model.safetensors in bfloat16, as one: a reader sees the old file or the new one. The tied head is left out."""
+    """model.safetensors in bfloat16, without the tied head."""
     weights = {k: v.detach().to("cpu", torch.bfloat16).contiguous() for k, v in model.state_dict().items()}
     weights.pop("lm_head.weight")
+    write_weights(weights, folder)
+
+
+def write_weights(weights: dict[str, Tensor], folder: Path):
+    """model.safetensors as one: a reader sees the old file or the new one."""
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, folder / "model.safetensors.part", metadata={"format": "pt"})
     os.replace(folder / "model.safetensors.part", folder / "model.safetensors")
