@@ -13,6 +13,7 @@ read as a plain mean over heads, and the lens is silent.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -127,13 +128,16 @@ class Retina(nn.Module):
         return self.out(cells.movedim(1, -1)).movedim(-1, 1).float()
 
 
-def places(h: int, w: int) -> Tensor:
+@lru_cache(maxsize=16)
+def places(h: int, w: int, device: torch.device) -> Tensor:
     """Where each cell of a grid stands, `[h * w, 2 + 4 * len(TURNS)]` in [-1, 1]: row and column, and their sines and
     cosines at each frequency, by whose products attention can look a given way and distance off (Vaswani et al. 2017,
-    *Attention is all you need*, 3.5)."""
-    at = torch.stack(torch.meshgrid(*(torch.linspace(-1, 1, n) for n in (h, w)), indexing="ij"), -1).reshape(-1, 2)
-    angles = math.pi * at[:, None] * torch.tensor(TURNS)[:, None]  # [h * w, frequencies, 2]
-    return torch.cat([at, angles.sin().flatten(1), angles.cos().flatten(1)], 1)
+    *Attention is all you need*, 3.5). Made once for a grid and device, and not to be written to."""
+    with torch.inference_mode(False):  # or training could not use what answering had made
+        rows, columns = (torch.linspace(-1, 1, n) for n in (h, w))
+        at = torch.cartesian_prod(rows, columns)
+        angles = math.pi * at[:, None] * torch.tensor(TURNS)[:, None]  # [h * w, frequencies, 2]
+        return torch.cat([at, angles.sin().flatten(1), angles.cos().flatten(1)], 1).to(device)
 
 
 class Lens(nn.Module):
@@ -176,7 +180,7 @@ class Lens(nn.Module):
                 order), and the cells' scale; or None.
         """
         h, w = grid
-        cells = self.place(places(h, w).to(words.device))  # [h * w, dim]
+        cells = self.place(places(h, w, words.device))  # [h * w, dim]
         if texture is not None:
             cells = cells + self.far(F.gelu(self.near(texture[None])))[0].flatten(1).T
         if retina is not None:

@@ -56,7 +56,8 @@ def lens_flops(config, cells: int, text: int) -> float:
 def choosing_flops(config, cells: int, text: int, glance: int = 0) -> float:
     """ARR-COC's choice among `cells` for a question of `text` tokens, with a glance of `glance` coarse ones."""
     looked = glance_flops(config, glance, text) if glance else 0.0
-    return looked + retina_flops(config, cells) + lens_flops(config, cells, text)
+    seen = 0.0 if config.participatory == "glance" else retina_flops(config, cells)
+    return looked + seen + lens_flops(config, cells, text)
 
 
 def method_flops(config, drops: str, native: int, budget: int, text: int, glance: int | None = None) -> float:

@@ -178,7 +178,10 @@ class TestLens:
 
 def test_products_of_places_tell_how_far_apart_cells_stand():
     h, w = 4, 6
-    at = places(h, w)
+    places.cache_clear()
+    with torch.inference_mode():  # what an answer made, a training step must be able to use
+        at = places(h, w, torch.device("cpu"))
+    assert not at.is_inference()
     assert at.shape == (h * w, 2 + 4 * len(TURNS)) and at.abs().max() <= 1
     assert at[:, :2].reshape(h, w, 2)[0, -1].tolist() == [-1, 1]
     products = (at[:, 2:] @ at[:, 2:].T).reshape(h, w, h, w)

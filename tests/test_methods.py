@@ -13,7 +13,15 @@ from arr_coc import ArrCocConfig
 from arr_coc.attending import tokens_per_cell
 from arr_coc.checkpoints.make_tiny import TINY
 from arr_coc.patches import to_patches
-from benchmarks.flops import language_flops, lens_flops, method_flops, prefill_flops, retina_flops, tower_flops
+from benchmarks.flops import (
+    choosing_flops,
+    language_flops,
+    lens_flops,
+    method_flops,
+    prefill_flops,
+    retina_flops,
+    tower_flops,
+)
 from benchmarks.methods import (
     METHODS,
     cdpruner,
@@ -346,6 +354,13 @@ class TestFlops:
         for tokens, tower, language in ((256, 0.78, 0.85), (1024, 4.34, 3.13), (4096, 37.2, 13.6)):
             assert tower_flops(config, tokens) / 1e12 == pytest.approx(tower, rel=0.04)
             assert language_flops(config, tokens) / 1e12 == pytest.approx(language, rel=0.16)
+
+    def test_a_choice_counts_the_retina_where_it_is_asked(self, small):
+        seen = {}
+        for way in ("both", "texture", "glance"):
+            config = ArrCocConfig(**small.config.to_dict() | {"participatory": way})
+            seen[way] = choosing_flops(config, 64, 5)
+        assert seen["both"] == seen["texture"] == seen["glance"] + retina_flops(small.config, 64)
 
     def test_the_retinas_and_the_lenss_cost_is_what_torch_counts(self, small):
         from torch.utils.flop_counter import FlopCounterMode

@@ -355,6 +355,7 @@ def test_a_soup_is_the_mean_of_the_weights(tmp_path):
     for i, folder in enumerate(folders):
         folder.mkdir()
         (folder / "config.json").write_text(str(i))
+        (folder / "curves.png").write_text("of this folder's own run")
         weights = {"w": torch.full((2, 3), float(i)), "relevance.w": torch.full((2,), float(i))}
         save_file(weights, folder / "model.safetensors")
 
@@ -366,6 +367,10 @@ def test_a_soup_is_the_mean_of_the_weights(tmp_path):
     mixed = soup("--shares", "0.75", "0.25")
     assert torch.equal(mixed["w"], torch.full((2, 3), 0.25)) and torch.equal(mixed["relevance.w"], torch.zeros(2))
     assert (tmp_path / "out" / "config.json").read_text() == "0"
+    assert not (tmp_path / "out" / "curves.png").exists()
+    assert json.loads((tmp_path / "out" / "training.json").read_text())["command"].startswith("python train.py")
+    with pytest.raises(SystemExit, match="--out .*a is one of the models"):
+        soup("--out", str(folders[0]))
     with pytest.raises(SystemExit, match="one for each of the 2 models, 1 in all"):
         soup("--shares", "0.5", "0.6")
     save_file({"w": torch.zeros(3)}, folders[1] / "model.safetensors")

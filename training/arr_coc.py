@@ -27,27 +27,19 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from transformers import AutoConfig, AutoProcessor, Qwen3VLConfig, Trainer, TrainerCallback, TrainingArguments
 
 from arr_coc import ArrCocConfig, ArrCocForConditionalGeneration
 from benchmarks.scenes import QUESTION_TYPES
 
+from .averaging import RunningMean
 from .base import begin_log, elapsed
 from .relevance import CHOICES, Learner
 from .rows import STAGES, Collate, DatasetRows, Row, SceneRows, scene_rows
 
 
 class ArrCocTrainer(Trainer):
-    """`Trainer` of a `Learner`. What it says of a run goes to whatever `--report-to` names.
-
-    With `average`, the share that it keeps at each step, a running mean of ARR-COC's parts goes along.
-    """
-
-    def __init__(self, learner: Learner, *args, average: float = 0.0, **kwargs):
-        relevance, mean = learner.core.relevance, get_ema_multi_avg_fn(average)
-        self.average = AveragedModel(relevance, multi_avg_fn=mean) if average else None
-        super().__init__(learner, *args, **kwargs)
+    """`Trainer` of a `Learner`. What it says of a run goes to whatever `--report-to` names."""
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return model(**inputs)
@@ -64,8 +56,6 @@ class ArrCocTrainer(Trainer):
             folder.mkdir(parents=True, exist_ok=True)
             learned = {name: p.detach().cpu() for name, p in self.model.named_parameters() if p.requires_grad}
             torch.save(learned, folder / "pytorch_model.bin")
-            if self.average:
-                torch.save(self.average.state_dict(), folder / "average.bin")
 
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         learned = torch.load(Path(resume_from_checkpoint) / "pytorch_model.bin", weights_only=True)
@@ -73,8 +63,6 @@ class ArrCocTrainer(Trainer):
         if wanted != learned.keys():
             raise ValueError(f"{resume_from_checkpoint} is of another run: {sorted(wanted ^ learned.keys())[:3]} ...")
         self.model.load_state_dict(learned, strict=False)
-        if self.average:
-            self.average.load_state_dict(torch.load(Path(resume_from_checkpoint) / "average.bin", weights_only=True))
 
 
 class Pictures(TrainerCallback):
@@ -248,17 +236,6 @@ class Clock(TrainerCallback):
             control.should_training_stop = True
 
 
-class Average(TrainerCallback):
-    """Moves the trainer's running mean along with each step, where there is one."""
-
-    def __init__(self, trainer: ArrCocTrainer):
-        self.trainer = trainer
-
-    def on_step_end(self, args, state, control, model=None, **_):
-        if self.trainer.average:
-            self.trainer.average.update_parameters(model.core.relevance)
-
-
 class JsonLog(TrainerCallback):
     def __init__(self, path: Path):
         self.path = path
@@ -327,20 +304,20 @@ def train(args: argparse.Namespace):
     )  # fmt: skip
     learned = [p for p in learner.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(learned, lr=args.lr, weight_decay=args.weight_decay)
+    mean = RunningMean(model.relevance, args.average)
     trainer = ArrCocTrainer(
         learner, settings, optimizers=(optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, clock.rate)),
         train_dataset=data, data_collator=Collate(processor, model.config, args.hard_weight, args.stage),
-        callbacks=[clock, JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)],
-        average=args.average,
+        callbacks=[
+            clock, mean, JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)
+        ],
     )  # fmt: skip
-    trainer.add_callback(Average(trainer))
     trainer.train(resume_from_checkpoint=args.resume or None)
     if not trainer.is_world_process_zero():
         return
     if tuned is not None:
         model = tuned.merge_and_unload()
-    if trainer.average:
-        model.relevance.load_state_dict(trainer.average.module.state_dict())
+    model.relevance.load_state_dict(mean.best.state_dict())
     model.save_pretrained(args.out / "model")
     processor.save_pretrained(args.out / "model")
     print(f"saved {args.out / 'model'}")

@@ -12,7 +12,7 @@ import shutil
 import sys
 import time
 from collections import defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,6 @@ import transformers
 from accelerate.utils import broadcast
 from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from tqdm import tqdm
 from transformers import AutoProcessor, PrinterCallback, Trainer, TrainerCallback, TrainingArguments
@@ -31,6 +30,7 @@ from arr_coc.checkpoints.make_tiny import tiny_config
 from benchmarks import scenes
 from benchmarks.metrics import wilson
 
+from .averaging import RunningMean
 from .batches import Scenes
 from .learning import Learner, quicken, save_weights, small_model, write_weights
 from .plan import Plan, Stage
@@ -41,38 +41,13 @@ CPU_STAGES = ("128:64:2", "256:32:3", "512:16:5")
 
 
 class BaseTrainer(Trainer):
-    """`Trainer` with its own endless loader, a rate that follows `Plan`, and losses kept on the device until logged.
+    """`Trainer` with its own endless loader, a rate that follows `Plan`, and losses kept on the device until logged."""
 
-    With `average`, the share that it keeps at each step, a running mean of the weights goes along (Polyak & Juditsky
-    1992), and that is what `evaluated` and `best` give.
-    """
-
-    def __init__(self, learner: Learner, *args, plan: Plan, workers: int, average: float = 0.0, **kwargs):
-        self.average = AveragedModel(learner.model, multi_avg_fn=get_ema_multi_avg_fn(average)) if average else None
+    def __init__(self, learner: Learner, *args, plan: Plan, workers: int, **kwargs):
         super().__init__(learner, *args, **kwargs)
         self.plan, self.workers = plan, workers
         self.losses: list[Tensor] = []  # [4] a step: loss, answers, probe, gaze
         self.waited = 0.0  # seconds spent waiting for the workers
-
-    @property
-    def best(self) -> nn.Module:
-        """The model to keep: the mean of the weights where there is one."""
-        return self.average.module if self.average else self.model.model
-
-    @contextmanager
-    def evaluated(self):
-        """The learner with the weights to keep, ready to answer; those in training are put back afterwards."""
-
-        def swap():
-            if self.average:
-                for own, mean in zip(self.model.model.parameters(), self.average.module.parameters(), strict=True):
-                    own.data, mean.data = mean.data, own.data
-
-        swap()
-        self.model.eval()
-        yield self.model
-        self.model.train()
-        swap()
 
     def get_train_dataloader(self) -> DataLoader:
         # Not through accelerate: each process renders its own seeds, so nothing needs sharding or dispatching.
@@ -108,15 +83,8 @@ class BaseTrainer(Trainer):
         folder = Path(output_dir or self.args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(self.model.state_dict(), folder / "pytorch_model.bin")
-        if self.average:
-            torch.save(self.average.state_dict(), folder / "average.bin")
         clock = {"pictures": self.plan.done_pictures, "seconds": self.plan.done_seconds}
         (folder / "clock.json").write_text(json.dumps(clock))
-
-    def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-        if self.average:
-            self.average.load_state_dict(torch.load(Path(resume_from_checkpoint) / "average.bin", weights_only=True))
 
 
 def elapsed(begin: float, args: TrainingArguments) -> float:
@@ -128,8 +96,8 @@ def elapsed(begin: float, args: TrainingArguments) -> float:
 class Report(TrainerCallback):
     """Keeps the plan's clock; logs, evaluates, saves and stops by it. One row of log.jsonl is one JSON object."""
 
-    def __init__(self, trainer: BaseTrainer, out: Path, args: argparse.Namespace):
-        self.trainer, self.out, self.args, self.plan = trainer, out, args, trainer.plan
+    def __init__(self, trainer: BaseTrainer, mean: RunningMean, out: Path, args: argparse.Namespace):
+        self.trainer, self.mean, self.out, self.args, self.plan = trainer, mean, out, args, trainer.plan
         self.pictures0, self.seconds0 = self.plan.done_pictures, self.plan.done_seconds
         self.rows: list[dict] = []
         self.validation: dict[int, list] = {}  # for each size, batches and their questions
@@ -146,8 +114,6 @@ class Report(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         seconds = self.seconds0 + elapsed(self.begin, args)
         self.pictures += self.trainer.batch_pictures * self.plan.world
-        if self.trainer.average:
-            self.trainer.average.update_parameters(self.trainer.model.model)
         self.plan.advance(self.pictures, seconds)
         over = self.plan.progress >= 1 or state.global_step >= self.plan.total_steps
         pause = self.args.pause_after and seconds - self.seconds0 >= self.args.pause_after
@@ -161,8 +127,8 @@ class Report(TrainerCallback):
             control.should_save = True
             self.saved = seconds
             if state.is_world_process_zero:
-                save_weights(self.trainer.best, self.out)
-                record = describe(self.args, self.plan, self.trainer.best, self.rows)
+                save_weights(self.mean.best, self.out)
+                record = describe(self.args, self.plan, self.mean.best, self.rows)
                 (self.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
 
     def write(self, row: dict):
@@ -198,10 +164,10 @@ class Report(TrainerCallback):
 
     def answered(self, batches: list[tuple[dict, list]], size: int) -> dict[str, float]:
         """The share of right answers by question type, and of all. Batches come with their questions, in order."""
-        right = defaultdict(list)
+        right, learner = defaultdict(list), self.trainer.model
         decode = self.trainer.train_dataset.talk.tokenizer.decode
         for batch, questions in batches:
-            with self.trainer.evaluated() as learner, torch.no_grad(), self.trainer.compute_loss_context_manager():
+            with torch.no_grad(), self.trainer.compute_loss_context_manager():
                 out = learner(**self.trainer._prepare_inputs(batch), return_logits=True)
             said = out["logits"].argmax(-1).cpu()
             for i, q in enumerate(questions):
@@ -224,9 +190,12 @@ class Report(TrainerCallback):
             if data.few:  # the same questions, each through a tenth of the tokens, its evidence first
                 few = [data.collate(g, share=0.1, dice=np.random.default_rng(0), known=1) for g in groups]
                 self.tenth[size] = [(batch, each) for batch, (_, each) in zip(few, self.validation[size], strict=True)]
-        row = self.answered(self.validation[size], size)
-        if data.few:
-            row["a tenth of the tokens"] = self.answered(self.tenth[size], size)["all"]
+        self.trainer.model.eval()
+        with self.mean.in_place():
+            row = self.answered(self.validation[size], size)
+            if data.few:
+                row["a tenth of the tokens"] = self.answered(self.tenth[size], size)["all"]
+        self.trainer.model.train()
         self.last_answers = {"right": row["all"]}
         self.write({"step": state.global_step, "seconds": round(seconds, 1), "eval_size": size, "accuracy": row})
 
@@ -270,11 +239,15 @@ def plot_curves(log: Path, png: Path):
     plt.close(figure)
 
 
+def command_line() -> str:
+    return shlex.join(["python", "train.py", *sys.argv[1:]])
+
+
 def describe(args: argparse.Namespace, plan: Plan, model: nn.Module, rows: list[dict]) -> dict:
     """The training record that the checkpoint's card quotes: the exact command, what ran it, how it ended."""
     cuda = torch.cuda.is_available() and args.device != "cpu"
     return {
-        "command": shlex.join(["python", "train.py", *sys.argv[1:]]),
+        "command": command_line(),
         "seed": args.seed,
         "parameters": sum(p.numel() for p in model.parameters()),
         "stages": [vars(stage) for stage in plan.stages],
@@ -325,9 +298,8 @@ def train(args: argparse.Namespace):
         shrink=args.shrink, few=args.few, favour=args.favour,
     )  # fmt: skip
     learner = Learner(quicken(model, on_cpu), processor.tokenizer, args.probe, args.gaze)
-    trainer = BaseTrainer(
-        learner, settings, train_dataset=data, plan=plan, workers=args.workers, average=args.average
-    )  # fmt: skip
+    mean = RunningMean(learner.model, args.average)
+    trainer = BaseTrainer(learner, settings, train_dataset=data, plan=plan, workers=args.workers, callbacks=[mean])
     if args.compile:
         for block in [*model.model.visual.blocks, *model.model.language_model.layers]:
             block.compile()
@@ -337,7 +309,7 @@ def train(args: argparse.Namespace):
         shutil.copy(args.files / "generation_config.json", args.out)
         tiny_config(processor.tokenizer).save_pretrained(args.out)
     trainer.remove_callback(PrinterCallback)
-    trainer.add_callback(Report(trainer, args.out, args))
+    trainer.add_callback(Report(trainer, mean, args.out, args))
     trainer.train(resume_from_checkpoint=checkpoint)
     if settings.process_index == 0:
         plot_curves(args.out / "log.jsonl", args.out / "curves.png")
@@ -346,10 +318,13 @@ def train(args: argparse.Namespace):
 
 def soup(args: argparse.Namespace):
     """The mean of several checkpoints' weights, each with its share: what their runs' noise did cancels out
-    (Wortsman et al. 2022, *Model soups*). All else in OUT is the first folder's, ARR-COC's learned parts included."""
+    (Wortsman et al. 2022, *Model soups*). All else in OUT is the first folder's, ARR-COC's learned parts included, but
+    for the record of its training: OUT's own says what it was made of."""
     shares = args.shares or [1 / len(args.models)] * len(args.models)
     if len(shares) != len(args.models) or abs(sum(shares) - 1) > 1e-6:
         raise SystemExit(f"--shares {shares}: give one for each of the {len(args.models)} models, 1 in all.")
+    if args.out.resolve() in [folder.resolve() for folder in args.models]:
+        raise SystemExit(f"--out {args.out} is one of the models, and would be lost: give another folder.")
     weights = [load_file(folder / "model.safetensors") for folder in args.models]
     mean = dict(weights[0])
     for name, value in mean.items():
@@ -360,8 +335,10 @@ def soup(args: argparse.Namespace):
                 raise SystemExit(f"{folder} does not fit {args.models[0]}: {name} is missing, or of another shape.")
         mixed = sum(share * other[name].float() for share, other in zip(shares, weights, strict=True))
         mean[name] = mixed.to(value.dtype)
-    shutil.copytree(args.models[0], args.out, ignore=lambda *_: ["state", "model.safetensors"], dirs_exist_ok=True)
+    own = ["state", "model.safetensors", "training.json", "log.jsonl", "curves.png"]
+    shutil.copytree(args.models[0], args.out, ignore=lambda *_: own, dirs_exist_ok=True)
     write_weights(mean, args.out)
+    (args.out / "training.json").write_text(json.dumps({"command": command_line()}, indent=1) + "\n")
 
 
 def evaluate(args: argparse.Namespace):
