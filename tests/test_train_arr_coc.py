@@ -316,6 +316,24 @@ def test_the_mean_of_what_is_learned_is_saved_and_goes_on(tmp_path):
     assert moved > 10
 
 
+def test_a_resumed_run_goes_on_with_the_scenes_that_follow():
+    def asked(data, n):
+        return [[row.question for row in next(data)] for _ in range(n)]
+
+    for rank in (0, 1):
+        whole, rest = (
+            iter(rows.SceneRows(7, 2, SIZE, rank=rank, world=2, favour=("relation",), start=start)) for start in (0, 3)
+        )
+        assert asked(whole, 5)[3:] == asked(rest, 2)
+
+
+def test_a_scene_without_anything_of_a_favoured_type_is_asked_the_others(monkeypatch):
+    real = rows.scene_rows
+    monkeypatch.setattr(rows, "scene_rows", lambda *a: real(*a) if len(a) < 5 or not a[4] else [])
+    data = iter(rows.SceneRows(7, 2, SIZE, favour=("relation",)))
+    assert len([next(data) for _ in range(2)][1]) == 2
+
+
 def test_every_second_scene_is_asked_the_favoured_types_alone():
     plain, favoured = (iter(rows.SceneRows(7, 3, SIZE, favour=favour)) for favour in ((), ("pointing",)))
     for turn in range(4):

@@ -28,6 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoProcessor, Qwen3VLConfig, Trainer, TrainerCallback, TrainingArguments
+from transformers.trainer_utils import get_last_checkpoint
 
 from arr_coc import ArrCocConfig, ArrCocForConditionalGeneration
 from benchmarks.scenes import QUESTION_TYPES
@@ -285,16 +286,21 @@ def train(args: argparse.Namespace):
         logging_steps=args.log_every, save_steps=args.save_every, save_total_limit=1, seed=args.seed,
         remove_unused_columns=False, dataloader_num_workers=args.workers, report_to=args.report_to,
         dataloader_prefetch_factor=2 if args.workers else None, dataloader_persistent_workers=bool(args.workers),
-        ddp_find_unused_parameters=True,
+        ddp_find_unused_parameters=True, ignore_data_skip=not args.dataset,
         accelerator_config={"dispatch_batches": False, "split_batches": False},
     )  # fmt: skip
     rank, world = settings.process_index, settings.world_size
+    state = args.out / "state"
+    checkpoint = get_last_checkpoint(state) if args.resume and state.is_dir() else None
+    if args.resume and not checkpoint:
+        print(f"Nothing to resume in {state}: starting afresh.")
     if args.dataset:
         data, fixed = DatasetRows(args.dataset, args.dataset_split), None
         fixed = [data[i][0] for i in range(min(4, len(data)))]
     else:
+        done = int(checkpoint.rpartition("-")[2]) * args.pictures if checkpoint else 0
         data = SceneRows(
-            args.first_scene, args.questions, args.size, rank=rank, world=world, favour=args.favour
+            args.first_scene, args.questions, args.size, rank=rank, world=world, favour=args.favour, start=done
         )  # fmt: skip
         fixed = [scene_rows(seed, "valid", args.size, 1)[0] for seed in range(4)]
     clock = Clock(args.steps, args.seconds, args.warmup)
@@ -312,7 +318,7 @@ def train(args: argparse.Namespace):
             clock, mean, JsonLog(args.out / "log.jsonl"), Pictures(fixed, processor, args.out, args.picture_every)
         ],
     )  # fmt: skip
-    trainer.train(resume_from_checkpoint=args.resume or None)
+    trainer.train(resume_from_checkpoint=checkpoint)
     if not trainer.is_world_process_zero():
         return
     if tuned is not None:

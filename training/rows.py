@@ -33,28 +33,31 @@ class Row:
 class SceneRows(IterableDataset):
     """Endless groups of questions, a group for each rendered scene. Process r of n takes every n-th scene.
 
-    favour: question types that every second scene of a process is asked alone.
+    Args:
+        favour: question types that every second scene of a process is asked alone.
+        start: how many groups a process has had before: a resumed run goes on there.
     """
 
     def __init__(
         self, first: int, questions: int, size: int, split: str = "train", rank: int = 0, world: int = 1,
-        favour: Sequence[str] = (),
+        favour: Sequence[str] = (), start: int = 0,
     ):  # fmt: skip
         self.first, self.questions, self.size, self.split = first, questions, size, split
-        self.rank, self.world, self.favour = rank, world, tuple(favour)
+        self.rank, self.world, self.favour, self.start = rank, world, tuple(favour), start
 
     def __iter__(self) -> Iterator[list[Row]]:
         from torch.utils.data import get_worker_info
 
         info = get_worker_info()
         offset, stride = (info.id, info.num_workers) if info else (0, 1)
-        for turn in count(offset, stride):
+        for turn in count(self.start + offset, stride):
             seed, types = self.first + self.rank + self.world * turn, self.favour if turn // stride % 2 else ()
-            if rows := scene_rows(seed, self.split, self.size, self.questions, types):
-                yield rows
+            how = self.split, self.size, self.questions
+            yield scene_rows(seed, *how, types) or scene_rows(seed, *how)  # there may be nothing to ask of these types
 
 
 def scene_rows(seed: int, split: str, size: int, questions: int, types: Sequence[str] = ()) -> list[Row]:
+    """A rendered scene's questions, of `types` alone where any are named: then there may be none."""
     from benchmarks.scenes import cell_labels, make_scene
 
     scene = make_scene(seed, split, size, n_questions=questions, types=types)
