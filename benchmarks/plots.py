@@ -9,6 +9,8 @@ from .sql import select
 INK, GREY = "#1c202c", "#9aa1ad"
 COLOURS = {"arr_coc": "#e8590c", "downscale": "#0c8599", "stock": INK, "oracle": "#4c51bf", "blind": "#b35c9e"}
 COLOURS |= {"downscale_latency": "#66b2bf", "random": "#8a9a5b", "arr_coc_texture": "#f2a36b"}
+COLOURS |= {"fastv": "#d6336c", "visionzip": "#7048e8", "divprune": "#2f9e44", "cdpruner": "#1971c2"}
+COLOURS |= {"prumerge_plus": "#a07855", "pixelprune": "#e0a800"}
 
 
 def draw(con, folder: Path) -> list[str]:
@@ -45,18 +47,21 @@ def _panels(plt, titles, width=3.6):
 
 
 def _lines(axis, series: dict, marker="o"):
-    """Methods' lines `{method: [(x, y), ...]}`; named ones coloured, the others grey."""
-    for method in sorted(series, key=lambda m: (m in COLOURS, m)):
+    """Methods' lines `{method: [(x, y), ...]}`, ours on top; named ones coloured, the others grey where they have more
+    than a point."""
+    for method in sorted(series, key=lambda m: (m.startswith("arr_coc"), m in COLOURS, m)):
         points = sorted(series[method])
         colour = COLOURS.get(method, GREY)
         strong = method in COLOURS
+        if len(points) == 1 and not strong:
+            continue
         axis.plot(*zip(*points, strict=True), marker=marker, ms=3 if strong else 2, lw=2 if method == "arr_coc" else 1,
                   color=colour, alpha=1 if strong else 0.5, label=method if strong else None)  # fmt: skip
 
 
 def _legend(figure, axes):
     handles = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=7, frameon=False, fontsize=8)
 
 
 def accuracy_tokens(con, plt):
