@@ -105,7 +105,7 @@ SELECT shape, device, batch, native_tokens || ' → ' || budget_tokens AS tokens
     printf('%.3f', max(ratio_to_stock) FILTER (stage = '*')) AS "of stock's prefill",
     printf('%.3f', max(ratio_to_stock) FILTER (stage = 'model')) AS "by FLOPs",
     printf('%.0f', max(peak_bytes) FILTER (stage = '*') / 1e6) AS "peak MB",
-    printf('%.1f', max(kv_bytes) FILTER (stage = '*') / 1e6) AS "KV MB"
+    printf('%.1f', max(kv_bytes) FILTER (stage = '*') / 1e6) AS "KV MB", max(rounds) AS rounds
 FROM timed GROUP BY shape, device, batch, native_tokens, budget_tokens, method
 ORDER BY shape, device, batch, native_tokens, budget_tokens, max(ratio_to_stock) FILTER (stage = '*'), method
 """

@@ -44,7 +44,7 @@ SCHEMAS = {
         {"run_id": _TEXT, "shape": _TEXT, "device": _TEXT, "dtype": _TEXT, "batch": _INT}
         | {"native_tokens": _INT, "budget_tokens": _INT, "method": _TEXT, "stage": _TEXT}
         | {"seconds_median": _REAL, "ratio_to_stock": _REAL, "peak_bytes": _INT, "kv_bytes": _INT}
-        | {"joules_median": _REAL}
+        | {"joules_median": _REAL, "rounds": _INT}
     ),
 }
 

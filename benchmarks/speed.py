@@ -240,6 +240,7 @@ def medians(rows: list[dict], config, shape: str, device: str, dtype: torch.dtyp
         kept = native if not method.spends else said["tokens"]
         width = torch.empty((), dtype=dtype).element_size()
         row = base | {"batch": batch, "native_tokens": native, "budget_tokens": budget, "method": name}
+        row |= {"rounds": len(seen[at, "*"])}
         row |= {"peak_bytes": int(max(seen[at, "peak"]))}
         row |= {"joules_median": statistics.median(seen[at, "joules"]) if (at, "joules") in seen else None}
         row |= {"kv_bytes": batch * kv_bytes(config, method.drops, native, kept, said["text"], width)}

@@ -49,7 +49,7 @@ def connect(
         con.execute(f"CREATE TABLE {config} ({columns})")
         for path in paths:
             try:
-                con.execute(f"INSERT INTO {config} SELECT * FROM read_parquet(?)", [str(path)])
+                con.execute(f"INSERT INTO {config} BY NAME SELECT * FROM read_parquet(?)", [str(path)])
             except duckdb.Error as error:
                 raise schema.Unreadable(f"{path} cannot be read ({error}): restore or remove it.") from error
     con.execute(VIEWS)

@@ -16,6 +16,7 @@ import threading
 import time
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 import pytest
 from gradio_client import Client, handle_file
@@ -298,8 +299,8 @@ def test_twenty_visitors_for_two_minutes(address):
     print(f"right {len(right)}, busy {len(busy)}, wrong {len(wrong)}, MB {memory}")
     assert len(asked) == 20 and set(right) == asked.keys() and not wrong
     assert all("Queue is full" in said for said in busy), set(busy)
-    quarter = len(memory) // 4  # the first fills caches and the allocator's arenas
-    assert max(memory[-quarter:]) < max(memory[quarter : 2 * quarter]) * 1.05
+    quarter = len(memory) // 4  # the first half fills caches and the allocator's arenas; what one answer takes passes
+    assert median(memory[-quarter:]) < median(memory[-2 * quarter : -quarter]) * 1.03
 
 
 def told(report) -> tuple:

@@ -43,7 +43,7 @@ def test_joules_are_said_where_the_device_tells(small, batch):
     assert [s["joules"] for s in said] == [2.5, None, None]  # it stood still, or wrapped around
     rows = [dict(s, size=192, batch=2, budget=9, method="stock", round=i, text=24) for i, s in enumerate(said)]
     table = speed.medians(rows, small.config, "small", "cpu", torch.float32, "r")
-    assert {r["joules_median"] for r in table} == {2.5}
+    assert {r["joules_median"] for r in table} == {2.5} and {r["rounds"] for r in table} == {3}
 
 
 @pytest.mark.parametrize("name", speed.DEFAULT.split(","))
