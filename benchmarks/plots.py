@@ -137,10 +137,13 @@ def speed_resolution(con, plt):
             axis.set(xlabel=f"prefill of {series['stock'][0][0]} tokens, share of stock's", xlim=(0, 1.15))
             axis.tick_params(axis="y", labelsize=7)
             continue
-        for method, points in sorted(series.items()):
-            axis.plot(*zip(*sorted(points), strict=True), marker="o", ms=3, lw=1, label=method)
-        axis.set(xlabel="native visual tokens", xscale="log", ylabel="prefill, share of stock's")
-        axis.legend(fontsize=6, frameon=False)
+        _lines(axis, series)
+        sizes = sorted({native for points in series.values() for native, _ in points})
+        shares = [0.05, 0.1, 0.2, 0.5, 1]
+        axis.set(xlabel="native visual tokens", xscale="log", xticks=sizes, xticklabels=sizes)
+        axis.set(ylabel="prefill, share of stock's", yscale="log", yticks=shares, yticklabels=shares)
+        axis.minorticks_off()
+    _legend(figure, axes)
     return figure
 
 
