@@ -25,6 +25,11 @@ WITH rival AS (
     SELECT task, budget, arg_max(method, (ahead, method)) AS method, max(ahead) AS ahead FROM (
         SELECT task, budget, method, avg(score) - avg(ours) AS ahead FROM versus
         WHERE ('$$' = '*' OR 'stratum:' || stratum = '$$') AND {_RIVAL} GROUP BY ALL) GROUP BY ALL),
+arm AS (
+    SELECT task, budget, max(ahead) AS ahead FROM (
+        SELECT task, budget, avg(score) - avg(ours) AS ahead FROM versus
+        WHERE ('$$' = '*' OR 'stratum:' || stratum = '$$') AND ends_with(method, '_latency')
+        GROUP BY task, budget, method) GROUP BY ALL),
 of AS (SELECT task, budget, method, n, accuracy, accuracy_low, accuracy_high FROM score WHERE question_type = '$$')
 SELECT o.task, printf('%.0f %%', 100 * o.budget) AS tokens, o.n,
     printf('%.3f', s.accuracy) AS stock,
@@ -32,8 +37,9 @@ SELECT o.task, printf('%.0f %%', 100 * o.budget) AS tokens, o.n,
     printf('%.3f', d.accuracy) AS downscale, printf('%.3f', b.accuracy) AS blind,
     printf('%s %+.3f', rival.method, rival.ahead) AS "best of the others, against ARR-COC",
     printf('%.3f', x.accuracy) AS oracle,
-    CASE WHEN rival.ahead < 0 THEN 'yes' ELSE '**no**' END AS "above all"
-FROM of o JOIN rival USING (task, budget)
+    CASE WHEN rival.ahead < 0 THEN 'yes' ELSE '**no**' END AS "above all",
+    CASE WHEN arm.ahead < 0 THEN 'yes' WHEN arm.ahead >= 0 THEN '**no**' ELSE '' END AS "at equal latency, too"
+FROM of o JOIN rival USING (task, budget) LEFT JOIN arm USING (task, budget)
 LEFT JOIN of s ON s.task = o.task AND s.method = 'stock'
 LEFT JOIN of d ON d.task = o.task AND d.budget = o.budget AND d.method = 'downscale'
 LEFT JOIN of b ON b.task = o.task AND b.budget = o.budget AND b.method = 'blind'
