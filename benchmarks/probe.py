@@ -41,6 +41,8 @@ def probe(model, processor, split: str, images: int, share: float, questions: in
 
 
 def main(args) -> int:
+    if args.out:  # before minutes of work that it could not take
+        Path(args.out).mkdir(parents=True, exist_ok=True)
     model, processor = load(args.model, args.device, "float32")
     pairs = [(split, share) for split in args.splits.split(",") for share in args.budgets]
     rows = [probe(model, processor, split, args.images, share) for split, share in pairs]
