@@ -251,3 +251,13 @@ def test_the_probe_counts_how_far_questions_stand_apart(tmp_path, counted):
     assert (
         runner.describe(ours, SAID, [said | {"split": "test", "budget": 0.1}])[0]["distinctiveness"] == said["distance"]
     )
+
+
+def test_the_probe_makes_the_runs_folder(tmp_path, monkeypatch, capsys):
+    from benchmarks import probe
+
+    monkeypatch.setattr(probe, "load", lambda *_: (small_model(), tiny_processor()))
+    out = tmp_path / "new" / "run"
+    assert main(["probe", "--splits", "normal", "--images", "2", "--budgets", "0.2", "--out", str(out)]) == 0
+    (said,) = json.loads((out / "probe.json").read_text())
+    assert said["images"] == 2 and f"{said['distance']:.3f}" in capsys.readouterr().out
