@@ -33,7 +33,7 @@ def answers():
 
 
 # What the committed weights reach, less what rounding on another machine may cost; raise them with better weights.
-FLOORS = (("stock", 0.2, 0.88), ("arr_coc", 0.2, 0.83), ("arr_coc", 0.05, 0.8))
+FLOORS = (("stock", 0.2, 0.885), ("arr_coc", 0.2, 0.845), ("arr_coc", 0.05, 0.83))
 
 
 @pytest.mark.parametrize(("method", "budget", "floor"), FLOORS)
