@@ -21,15 +21,14 @@ _RIVAL = """NOT starts_with(method, 'oracle') AND NOT starts_with(method, 'arr_c
 
 # At equal tokens; the questions are `*` or a stratum. Who answered fewer questions is compared on those alone.
 HEADLINE = f"""
-WITH rival AS (
-    SELECT task, budget, arg_max(method, (ahead, method)) AS method, max(ahead) AS ahead FROM (
-        SELECT task, budget, method, avg(score) - avg(ours) AS ahead FROM versus
-        WHERE ('$$' = '*' OR 'stratum:' || stratum = '$$') AND {_RIVAL} GROUP BY ALL) GROUP BY ALL),
+WITH against AS (
+    SELECT task, budget, method, avg(score) - avg(ours) AS ahead FROM versus
+    WHERE '$$' = '*' OR 'stratum:' || stratum = '$$' GROUP BY task, budget, method),
+rival AS (
+    SELECT task, budget, arg_max(method, (ahead, method)) AS method, max(ahead) AS ahead
+    FROM against WHERE {_RIVAL} GROUP BY task, budget),
 arm AS (
-    SELECT task, budget, max(ahead) AS ahead FROM (
-        SELECT task, budget, avg(score) - avg(ours) AS ahead FROM versus
-        WHERE ('$$' = '*' OR 'stratum:' || stratum = '$$') AND ends_with(method, '_latency')
-        GROUP BY task, budget, method) GROUP BY ALL),
+    SELECT task, budget, max(ahead) AS ahead FROM against WHERE ends_with(method, '_latency') GROUP BY task, budget),
 of AS (SELECT task, budget, method, n, accuracy, accuracy_low, accuracy_high FROM score WHERE question_type = '$$')
 SELECT o.task, printf('%.0f %%', 100 * o.budget) AS tokens, o.n,
     printf('%.3f', s.accuracy) AS stock,
