@@ -119,7 +119,7 @@ class Retina(nn.Module):
 
     def forward(self, pixels: Tensor, grid: tuple[int, int]) -> Tensor:
         """Images of one size, `[B, 3, H, W]` in [0, 1] of `grid` cells -> `[B, dim, h, w]` float32, unbounded."""
-        x = self.stem(2 * pixels.float() - 1)
+        x = self.stem(pixels.float().mul(2).sub_(1))
         for norm, layer in zip(self.norms, self.layers, strict=False):
             seen = layer(F.gelu(norm(x)))
             x = x + seen if seen.shape == x.shape else seen

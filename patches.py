@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 
@@ -39,7 +40,11 @@ def from_patches(
         wanted = f"[{h * w}, channels * {temporal_patch_size} * {p} * {p}]"
         raise ValueError(f"patches are {list(patches.shape)}: pass {wanted} for a grid of {h}x{w} patches.")
     blocks = patches.reshape(h // m, w // m, m, m, -1, temporal_patch_size, p, p)
-    return blocks.mean(5).permute(4, 0, 2, 5, 1, 3, 6).reshape(-1, h * p, w * p)
+    first, *others = blocks.permute(5, 4, 0, 2, 6, 1, 3, 7)  # [C, h/m, m, p, w/m, m, p] each
+    image = first.clone(memory_format=torch.contiguous_format)
+    for frame in others:
+        image += frame
+    return image.div_(temporal_patch_size).view(-1, h * p, w * p)
 
 
 def to_pixels(
@@ -61,10 +66,18 @@ def to_pixels(
         grid = f"image_grid_thw {[t, h, w]}"
         raise ValueError(f"pixel_values are {list(patches.shape)} for {grid}: pass this image's {t * h * w} rows.")
     patches, *_ = finite("pixel_values", patches)
-    frames = torch.stack([from_patches(rows, (h, w), **layout) for rows in patches.split(h * w)])
+    frames = [from_patches(rows, (h, w), **layout) for rows in patches.split(h * w)]
+    frames = torch.stack(frames) if t > 1 else frames[0][None]
     if frames.shape[1] != 3:
         raise ValueError(f"pixel_values hold {frames.shape[1]} channels a patch: convert the image to RGB first.")
-    return (frames * frames.new_tensor(std)[:, None, None] + frames.new_tensor(mean)[:, None, None]).clamp(0, 1)
+    mean, std = (frames.new_tensor(values)[:, None, None] for values in (mean, std))
+    return frames.mul_(std).add_(mean).clamp_(0, 1)
+
+
+def pad_to(image: Tensor, multiple: int) -> Tensor:
+    """`[B, C, H, W]` with its last rows and columns repeated until both sides are multiples of `multiple`."""
+    missing = [-n % multiple for n in image.shape[-2:]]
+    return F.pad(image, (0, missing[1], 0, missing[0]), mode="replicate") if any(missing) else image
 
 
 def finite(name: str, x: Tensor) -> tuple[Tensor, float, float]:

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .patches import from_patches, to_patches
+from .patches import from_patches, pad_to, to_patches
 
 
 def places(allocation: Tensor, h: int, w: int, merge_size: int = 2, rule: str = "native") -> tuple[Tensor, Tensor]:
@@ -66,8 +66,8 @@ def gather_patches(patches: Tensor, allocation: Tensor, h: int, w: int, **layout
         level, columns = rows, w
         if s > 1:
             columns = -(-w // s)
-            padded = F.pad(image[None], (0, -w % s * cell, 0, -h % s * cell), mode="replicate")
-            level = to_patches(F.avg_pool2d(padded, s)[0], **layout).reshape(-1, unit, patches.shape[1])
+            shrunk = F.avg_pool2d(pad_to(image[None], s * cell), s)[0]
+            level = to_patches(shrunk, **layout).reshape(-1, unit, patches.shape[1])
         out = out.index_put((at,), level[(y[at] // s) * columns + x[at] // s])
     return out.flatten(0, 1)
 

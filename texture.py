@@ -23,7 +23,7 @@ from kornia.color import rgb_to_grayscale, rgb_to_lab
 from kornia.filters import laplacian, spatial_gradient
 from torch import Tensor
 
-from .patches import finite
+from .patches import finite, pad_to
 
 
 class Channel(NamedTuple):
@@ -159,9 +159,10 @@ def detail(pixels: Tensor, cell: int = 32, scales: Sequence[int] = (2, 4)) -> Te
     height, width = image.shape[2:]
     lost = []
     for s in scales:
-        padded = F.pad(image, (0, -width % s, 0, -height % s), mode="replicate")
-        back = F.interpolate(F.avg_pool2d(padded, s), scale_factor=s, mode="bilinear")[..., :height, :width]
-        lost.append(_root(F.avg_pool2d((image - back).square().mean(1, keepdim=True), cell)))
+        shrunk = F.avg_pool2d(pad_to(image, s), s)
+        back = F.interpolate(shrunk, scale_factor=s, mode="bilinear")[..., :height, :width]
+        # In place: fresh memory for each step would take longer than the arithmetic.
+        lost.append(_root(F.avg_pool2d(back.sub_(image).square_().mean(1, keepdim=True), cell)))
     return _saturate(torch.cat(lost)[:, 0].cummax(0).values, _LOST)
 
 

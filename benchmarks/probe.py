@@ -1,6 +1,7 @@
 """Different questions about one image: how far apart are their allocations? Cosine distance of homunculi, by budget."""
 
 import json
+import os
 from pathlib import Path
 
 import torch
@@ -51,5 +52,7 @@ def main(args) -> int:
             f"{row['split']} {row['budget']:.0%}: {row['distance']:.3f} +- {row['interval']:.3f}, n = {row['images']}"
         )
     if args.out:
-        (Path(args.out) / "probe.json").write_text(json.dumps(rows, indent=1) + "\n")
+        part = Path(args.out) / "probe.json.part"
+        part.write_text(json.dumps(rows, indent=1) + "\n")
+        os.replace(part, part.with_suffix(""))
     return 0

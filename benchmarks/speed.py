@@ -5,7 +5,8 @@
     python -m benchmarks speed --model checkpoints/tiny --size 512 --budgets 51
 
 - The methods of `benchmarks.methods` as they are, rivals included, on one model; *floor* is K tokens and no choosing.
-- Methods take turns, so that a machine's drift meets all of them alike; a round that warms up, then medians.
+- Methods take turns, so that a machine's drift meets all of them alike; a round that warms up, then medians. Peak
+  memory is watched in the first round alone on a CPU: to watch it slows what is timed.
 - A prefill (stage `*`) is wall time from the processor's tensors to the first logits, its choosing in it. Preprocessing
   and the time of a further token stand beside it. Stage `model` is what the FLOP model of `flops.py` foretells.
 - Each measurement is written as it is made: with `--out` a run that was stopped goes on where it was.
@@ -19,11 +20,13 @@ import ctypes
 import gc
 import json
 import os
+import platform
 import statistics
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -170,6 +173,14 @@ def _resident() -> int:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """What a CPU calls itself, with its family and model: clouds shorten the name, and ratios differ between models."""
+    lines = info.read_text().splitlines() if info.exists() else []
+    said = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    number = "/".join(said[k] for k in ("cpu family", "model") if k in said)
+    return f"{said.get('model name') or platform.processor() or platform.machine()} {number}".strip()
+
+
 def energy_meter(device: str, zones: Path = Path("/sys/class/powercap")) -> Callable[[], float] | None:
     """A function that says how many joules the device has used, by its own counter; None where it does not tell.
 
@@ -202,11 +213,23 @@ def method_of(name: str):
 
 
 @torch.no_grad()
-def once(model, processor, batch: Batch, name: str, tokens: int, joules: Callable[[], float] | None = None) -> dict:
-    """One prefill: seconds by stage (`*` is all of it), peak bytes, joules where told, and the tokens kept."""
+def once(
+    model,
+    processor,
+    batch: Batch,
+    name: str,
+    tokens: int,
+    joules: Callable[[], float] | None = None,
+    watch: bool = True,
+) -> dict:
+    """One prefill: seconds by stage (`*` is all of it), joules where told, the tokens kept, and the peak of memory.
+
+    To `watch` memory costs time on a CPU (a thread that looks, memory given back first, which must then be mapped
+    again page by page); without it `peak_bytes` is None.
+    """
     method, device = method_of(name), str(model.device)
     batch = replace(batch, _seen={})  # nothing is shared between methods here
-    with PeakMemory(device) as memory, Clock(model) as clock:
+    with PeakMemory(device) if watch else nullcontext() as memory, Clock(model) as clock:
         start, energy = clock.now(), joules() if joules else 0.0
         out = method.answer(model, batch, [tokens] * len(batch.samples), Prefill(processor, clock, 1 + STEPS))
         whole, energy = clock.now() - start, joules() - energy if joules else None
@@ -216,18 +239,22 @@ def once(model, processor, batch: Batch, name: str, tokens: int, joules: Callabl
     stages |= {"preprocess": batch.seconds if own is None else own, "decode": decode / STEPS}
     stages["*"] = whole - decode - (own or 0.0)
     energy = energy if energy and energy > 0 else None  # the counter stood still, or wrapped around
-    return {"stages": stages, "peak_bytes": memory.bytes, "joules": energy, "tokens": len(out.kept[0])}
+    peak = memory.bytes if watch else None
+    return {"stages": stages, "peak_bytes": peak, "joules": energy, "tokens": len(out.kept[0])}
 
 
 def medians(rows: list[dict], config, shape: str, device: str, dtype: torch.dtype, run_id: str) -> list[dict]:
-    """Measurements to the rows of `speed`."""
+    """Measurements to the rows of `speed`: time and energy of the counted rounds, memory wherever it was watched."""
     seen, facts = defaultdict(list), {}
     for r in rows:
         at = (r["size"], r["batch"], r["budget"], r["method"])
+        if r["peak_bytes"] is not None:
+            seen[at, "peak"].append(r["peak_bytes"])
+        if not r["round"]:
+            continue
         facts[at] = r
         for stage, seconds in r["stages"].items():
             seen[at, stage].append(seconds)
-        seen[at, "peak"].append(r["peak_bytes"])
         if r.get("joules") is not None:
             seen[at, "joules"].append(r["joules"])
     out = []
@@ -304,9 +331,8 @@ def main(argv=None) -> int:
         open_run(Path(args.out), said)
     rows = measure_all(model, processor, args, names, log)
     run_id = f"speed-{shape.replace(', ', '-')}-{said['device']}-{args.dtype}-{said['code'][:8]}"
-    device = (
-        torch.cuda.get_device_name() if args.device.startswith("cuda") else f"CPU, {torch.get_num_threads()} threads"
-    )
+    cuda = args.device.startswith("cuda")
+    device = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
     table = medians(rows, model.config, shape, device, dtype, run_id)
     if args.out:
         schema.write("speed", table, Path(args.out) / "speed" / f"{run_id}.parquet")
@@ -338,13 +364,15 @@ def measure_all(model, processor, args, names: list[str], log: Path | None) -> l
                         if batch is None or turn == 0:
                             batch = prepare(processor, samples, model.device)
                         row = {"size": size, "batch": count, "budget": tokens, "method": name, "round": turn}
-                        row |= once(model, processor, batch, name, tokens, joules)
+                        # An accelerator counts for itself; its first round may hold more, to tune and to compile.
+                        watch = turn > 0 if model.device.type == "cuda" else turn == 0
+                        row |= once(model, processor, batch, name, tokens, joules, watch)
                         row["text"] = batch.inputs["input_ids"].shape[1] - cells
                         rows.append(row)
                         if log:
                             with open(log, "a", encoding="utf-8") as file:
                                 file.write(json.dumps(row) + "\n")
-    return [r for r in rows if r["round"]]
+    return rows
 
 
 def show(table: list[dict]):

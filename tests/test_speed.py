@@ -41,7 +41,7 @@ def test_joules_are_said_where_the_device_tells(small, batch):
         speed.once(small, speed.RandomProcessor(small.config), batch, "floor", 9, lambda: next(ticks)) for _ in "abc"
     ]
     assert [s["joules"] for s in said] == [2.5, None, None]  # it stood still, or wrapped around
-    rows = [dict(s, size=192, batch=2, budget=9, method="stock", round=i, text=24) for i, s in enumerate(said)]
+    rows = [dict(s, size=192, batch=2, budget=9, method="stock", round=i, text=24) for i, s in enumerate(said, 1)]
     table = speed.medians(rows, small.config, "small", "cpu", torch.float32, "r")
     assert {r["joules_median"] for r in table} == {2.5} and {r["rounds"] for r in table} == {3}
 
@@ -82,13 +82,13 @@ def test_medians_by_hand(small):
             "budget": 9,
             "method": method,
             "round": turn,
-            "peak_bytes": turn,
+            "peak_bytes": None if turn else {"stock": 5, "floor": 3}[method],
             "tokens": n,
             "text": 20,
         }
         | {"stages": {"*": seconds, "tower": 0.1}}
-        for method, n, times in (("stock", 36, (1.0, 3.0, 2.0)), ("floor", 9, (0.5, 0.2, 9.0)))
-        for turn, seconds in enumerate(times, 1)
+        for method, n, times in (("stock", 36, (99.0, 1.0, 3.0, 2.0)), ("floor", 9, (99.0, 0.5, 0.2, 9.0)))
+        for turn, seconds in enumerate(times)  # the first warms up: its memory counts, its time does not
     ]
     table = speed.medians(rows, small.config, "small", "cpu", torch.float32, "r")
     at = {(r["method"], r["stage"]): r for r in table}
@@ -105,11 +105,19 @@ def test_a_stopped_run_goes_on(small, tmp_path, monkeypatch):
     monkeypatch.setattr(speed, "once", lambda *a: calls.append(a[3]) or real(*a))
     processor, log = speed.RandomProcessor(small.config), tmp_path / "measured.jsonl"
     rows = speed.measure_all(small, processor, args, ["stock", "floor"], log)
-    assert len(rows) == 4 and calls == ["stock", "floor"] * 3
+    assert len(rows) == 6 and calls == ["stock", "floor"] * 3
+    assert [r["peak_bytes"] is not None for r in rows] == [True] * 2 + [False] * 4
     lines = log.read_text().splitlines()
     log.write_text("\n".join(lines[:4]) + '\n{"size": 19')
-    assert len(speed.measure_all(small, processor, args, ["stock", "floor"], log)) == 4
+    assert len(speed.measure_all(small, processor, args, ["stock", "floor"], log)) == 6
     assert calls == ["stock", "floor"] * 4 and len([json.loads(line) for line in log.read_text().splitlines()]) == 6
+
+
+def test_a_cpu_is_named_by_family_and_model(tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\n" * 2)
+    assert speed.cpu_name(info) == "AMD EPYC 25/17"
+    assert speed.cpu_name(tmp_path / "none")
 
 
 def test_an_unknown_method_lists_what_exists(capsys):

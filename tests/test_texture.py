@@ -62,6 +62,15 @@ class TestPatches:
         assert again.dtype == torch.float32
         torch.testing.assert_close(again[0], pixels, atol=2**-8, rtol=0)
 
+    @pytest.mark.parametrize("frames", [1, 2])
+    def test_the_rows_stay_as_they_were(self, frames):
+        layout = {"patch_size": 16, "temporal_patch_size": frames, "merge_size": 1}
+        patches = to_patches(noise(16, 16), **layout)  # a single patch: laid out, it is the same memory
+        before = patches.clone()
+        from_patches(patches, (1, 1), **layout)
+        to_pixels(patches, (1, 1, 1), **layout)
+        assert torch.equal(patches, before)
+
     def test_frames_stay_apart(self):
         clip = torch.stack([noise(32, 64, seed) for seed in (1, 2)])
         patches = torch.cat([to_patches(frame) * 2 - 1 for frame in clip])
