@@ -124,7 +124,7 @@ def speed_resolution(con, plt):
     groups = sorted({r[:4] for r in rows if abs(r[3] - 0.2) < 0.03})
     if not groups:
         return None
-    figure, axes = _panels(plt, [f"{s}, {d}, batch {b}, {share:.0%}" for s, d, b, share in groups])
+    figure, axes = _panels(plt, [f"{s}, batch {b}, {share:.0%}\n{d}" for s, d, b, share in groups])
     for axis, group in zip(axes, groups, strict=True):
         series = defaultdict(list)
         for *_, method, native, ratio in (r for r in rows if r[:4] == group):
