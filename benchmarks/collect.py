@@ -1,9 +1,10 @@
 """Finished runs into the results dataset: one Parquet file a run and config, checked before and after."""
 
 import shutil
+from functools import partial
 from pathlib import Path
 
-from . import schema
+from . import schema, whole
 
 
 def main(args) -> int:
@@ -25,8 +26,7 @@ def main(args) -> int:
                     )
                 targets[target] = path
     for target, path in targets.items():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(path, target)
+        whole.write(target, partial(shutil.copyfile, path))
         print(target)
     schema.files(Path(args.data))
     return 0

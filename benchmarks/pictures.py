@@ -5,9 +5,9 @@ They are WebP, so that the repository stays small; what was measured is rendered
 """
 
 import io
-import os
 from pathlib import Path
 
+from . import whole
 from .tasks import SCENES, TASKS
 
 QUALITY = 60
@@ -44,10 +44,7 @@ def main(args) -> int:
     from datasets import Dataset
 
     path = Path(args.data) / "pictures" / "scenes.parquet"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
     made = list(rows(args.n))
-    Dataset.from_list(made, features=features()).to_parquet(part)
-    os.replace(part, path)
+    whole.write(path, Dataset.from_list(made, features=features()).to_parquet)
     print(f"{path}: {len(made)} pictures, {path.stat().st_size / 1e6:.1f} MB")
     return 0

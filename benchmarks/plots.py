@@ -2,8 +2,10 @@
 
 import io
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 
+from . import whole
 from .sql import select
 
 INK, GREY = "#1c202c", "#9aa1ad"
@@ -32,8 +34,7 @@ def draw(con, folder: Path) -> list[str]:
             plt.close(figure)
             path = folder / f"{name}.png"
             if not path.exists() or path.read_bytes() != buffer.getvalue():
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(buffer.getvalue())
+                whole.write(path, partial(Path.write_bytes, data=buffer.getvalue()))
                 changed.append(path.name)
     return changed
 

@@ -1,13 +1,12 @@
 """Different questions about one image: how far apart are their allocations? Cosine distance of homunculi, by budget."""
 
 import json
-import os
 from pathlib import Path
 
 import torch
 from tqdm.auto import tqdm
 
-from . import metrics
+from . import metrics, whole
 from .methods import prepare
 from .runner import load
 from .scenes import make_scene
@@ -52,7 +51,5 @@ def main(args) -> int:
             f"{row['split']} {row['budget']:.0%}: {row['distance']:.3f} +- {row['interval']:.3f}, n = {row['images']}"
         )
     if args.out:
-        part = Path(args.out) / "probe.json.part"
-        part.write_text(json.dumps(rows, indent=1) + "\n")
-        os.replace(part, part.with_suffix(""))
+        whole.write_text(Path(args.out) / "probe.json", json.dumps(rows, indent=1) + "\n")
     return 0

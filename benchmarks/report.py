@@ -8,6 +8,7 @@ import os
 import re
 from pathlib import Path
 
+from . import whole
 from .sql import connect, render, select
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,6 +109,7 @@ GROUP BY ALL ORDER BY ahead DESC, method
 SPEED = """
 SELECT shape, device, batch, native_tokens || ' → ' || budget_tokens AS tokens, method,
     printf('%.3f', max(ratio_to_stock) FILTER (stage = '*')) AS "of stock's prefill",
+    printf('%.4f', max(ratio_to_stock) FILTER (stage = 'choose')) AS "of that, choosing",
     printf('%.3f', max(ratio_to_stock) FILTER (stage = 'model')) AS "by FLOPs",
     printf('%.0f', max(peak_bytes) FILTER (stage = '*') / 1e6) AS "peak MB",
     printf('%.1f', max(kv_bytes) FILTER (stage = '*') / 1e6) AS "KV MB", max(rounds) AS rounds
@@ -232,7 +234,7 @@ def main(args) -> int:
         if new != old:
             stale.append(path.name)
             if not args.check:
-                path.write_text(new)
+                whole.write_text(path, new)
     if args.check:
         if stale:
             raise ValueError(f"{', '.join(stale)} say what the rows do not: run `python -m benchmarks report`.")

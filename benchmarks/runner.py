@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from . import metrics, schema, tasks
+from . import metrics, schema, tasks, whole
 from .methods import METHODS, Method, prepare
 from .tasks import Task
 
@@ -57,6 +57,14 @@ def code_digest() -> str:
     return digest(p for pattern in SOURCES for p in ROOT.glob(pattern) if p.name not in NOT_SOURCES)
 
 
+def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
+    """What a CPU calls itself, with its family and model: clouds shorten the name, and ratios differ between models."""
+    lines = info.read_text().splitlines() if info.exists() else []
+    said = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
+    number = "/".join(said[k] for k in ("cpu family", "model") if k in said)
+    return f"{said.get('model name') or platform.processor() or platform.machine()} {number}".strip()
+
+
 def facts(model: str, device: str, dtype: str) -> dict:
     """What a run's rows stand on. The first three decide answers and must never differ within a run."""
     import datasets
@@ -65,7 +73,7 @@ def facts(model: str, device: str, dtype: str) -> dict:
     folder = Path(model)
     weights = digest([*folder.glob("*.safetensors"), folder / "config.json"]) if folder.is_dir() else model
     git = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
-    chip = torch.cuda.get_device_name() if device.startswith("cuda") else platform.processor() or platform.machine()
+    chip = torch.cuda.get_device_name() if device.startswith("cuda") else cpu_name()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     versions |= {"transformers": transformers.__version__, "datasets": datasets.__version__}
     return {
@@ -75,32 +83,30 @@ def facts(model: str, device: str, dtype: str) -> dict:
         "model": folder.name if folder.is_dir() else model,
         "git": git.stdout.strip() or "none",
         "device": device.split(":")[0],
+        "chip": chip,
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores, {chip}",
         "versions": json.dumps(versions, sort_keys=True),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
     }
 
 
-def open_run(out: Path, said: dict) -> dict:
+def open_run(out: Path, said: dict, alike: tuple[str, ...] = ("code", "weights", "dtype")) -> dict:
     """The run's facts: new ones, or those of the run that is continued.
 
     Raises:
-        Refused: where the folder holds rows of other code, weights or dtype.
+        Refused: where the folder holds rows of which a fact that must be `alike` is another.
     """
     path = out / "run.json"
     if not path.exists():
-        out.mkdir(parents=True, exist_ok=True)
         said = {"run_id": f"{said['model']}-{said['weights'][:8]}-{said['code'][:8]}"} | said
-        part = path.with_suffix(f".{os.getpid()}.part")
-        part.write_text(json.dumps(said, indent=1) + "\n")
-        os.replace(part, path)
+        whole.write_text(path, json.dumps(said, indent=1) + "\n")
         return said
     known = json.loads(path.read_text())
-    for name in ("code", "weights", "dtype"):
-        if known[name] != said[name]:
+    for name in alike:
+        if known.get(name) != said[name]:
             raise Refused(
-                f"{out} holds rows of {name} {known[name]}, this is {said[name]}: rows that do not compare are never "
-                "mixed. Give another --out, or check the old state out."
+                f"{out} holds rows of {name} {known.get(name)}, this is {said[name]}: rows that do not compare are "
+                "never mixed. Give another --out, or check the old state out."
             )
     return known
 

@@ -1,9 +1,10 @@
 """The results dataset: four configs, one schema each, as Parquet files that `datasets` wrote."""
 
-import os
 from pathlib import Path
 
 from datasets import Dataset, Features, Value, disable_progress_bars, enable_progress_bars
+
+from . import whole
 
 _TEXT, _INT, _REAL, _BOOL = Value("string"), Value("int64"), Value("float64"), Value("bool")
 _KEY = {"run_id": _TEXT, "model": _TEXT, "method": _TEXT, "task": _TEXT, "split": _TEXT}
@@ -52,13 +53,10 @@ SCHEMAS = {
 def write(config: str, rows: list[dict], path: Path):
     """Rows to one Parquet file, whole or not at all."""
     features = SCHEMAS[config]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(path.name + ".part")
     columns = {name: [row.get(name) for row in rows] for name in features}
     disable_progress_bars()
-    Dataset.from_dict(columns, features=features).to_parquet(part)
+    whole.write(path, Dataset.from_dict(columns, features=features).to_parquet)
     enable_progress_bars()
-    os.replace(part, path)
 
 
 class Unreadable(ValueError):

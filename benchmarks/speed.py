@@ -20,7 +20,7 @@ import ctypes
 import gc
 import json
 import os
-import platform
+import re
 import statistics
 import threading
 import time
@@ -173,14 +173,6 @@ def _resident() -> int:
         return int(f.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def cpu_name(info: Path = Path("/proc/cpuinfo")) -> str:
-    """What a CPU calls itself, with its family and model: clouds shorten the name, and ratios differ between models."""
-    lines = info.read_text().splitlines() if info.exists() else []
-    said = {k.strip(): v.strip() for k, _, v in (line.partition(":") for line in lines)}
-    number = "/".join(said[k] for k in ("cpu family", "model") if k in said)
-    return f"{said.get('model name') or platform.processor() or platform.machine()} {number}".strip()
-
-
 def energy_meter(device: str, zones: Path = Path("/sys/class/powercap")) -> Callable[[], float] | None:
     """A function that says how many joules the device has used, by its own counter; None where it does not tell.
 
@@ -328,11 +320,12 @@ def main(argv=None) -> int:
         "weights": shape.replace(", ", "-"),
     }
     if args.out:
-        open_run(Path(args.out), said)
+        said = open_run(Path(args.out), said, ("code", "weights", "dtype", "chip"))
     rows = measure_all(model, processor, args, names, log)
-    run_id = f"speed-{shape.replace(', ', '-')}-{said['device']}-{args.dtype}-{said['code'][:8]}"
     cuda = args.device.startswith("cuda")
-    device = torch.cuda.get_device_name() if cuda else f"{cpu_name()}, {torch.get_num_threads()} threads"
+    device = said["chip"] if cuda else f"{said['chip']}, {torch.get_num_threads()} threads"
+    name = re.sub(r"\W+", "-", f"{shape} {device} {args.dtype}")
+    run_id = f"speed-{name}-{said['date']}-{said['code'][:8]}"  # `timed` takes a device's last
     table = medians(rows, model.config, shape, device, dtype, run_id)
     if args.out:
         schema.write("speed", table, Path(args.out) / "speed" / f"{run_id}.parquet")

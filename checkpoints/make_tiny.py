@@ -9,10 +9,10 @@ Everything has Qwen3-VL's own classes, names and layout, so that `AutoProcessor`
 
 import argparse
 import json
-import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,6 +29,7 @@ from transformers import (
 from transformers.models.qwen2.tokenization_qwen2 import PRETOKENIZE_REGEX
 
 from arr_coc import ArrCocForConditionalGeneration
+from benchmarks import whole
 
 TINY = Path(__file__).resolve().parent / "tiny"
 VOCABULARY = 1280
@@ -218,8 +219,7 @@ def adopt_weights(trained: Path, out: Path):
         weights = {name: value.bfloat16() for name, value in weights.items()}
         save_file(weights, Path(folder) / "model.safetensors", metadata={"format": "pt"})
         for name in ("model.safetensors", "config.json", "generation_config.json"):
-            shutil.copyfile(Path(folder) / name, out / f"{name}.part")
-            os.replace(out / f"{name}.part", out / name)
+            whole.write(out / name, partial(shutil.copyfile, Path(folder) / name))
 
 
 def main():

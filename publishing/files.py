@@ -1,10 +1,12 @@
-"""What is published, by allow-list, and what every step does with files: whole or not at all, named when damaged."""
+"""What is published, by allow-list, and what every step does with files: whole, counted, named when damaged."""
 
 import hashlib
 import json
 import os
 import re
 from pathlib import Path
+
+from benchmarks.whole import write_text
 
 ROOT = Path(__file__).resolve().parent.parent
 ADD_ON = "arr_coc.safetensors"
@@ -49,16 +51,8 @@ def download(where: str | os.PathLike, revision: str | None, patterns, repo_type
         ) from error
 
 
-def write(target: Path, make):
-    """`make(part)`, then `part` becomes the target: whole or not at all."""
-    part = target.with_name(target.name + ".part")
-    make(part)
-    part.chmod(0o644)  # safetensors writes files that only their owner may read
-    os.replace(part, target)
-
-
 def write_json(target: Path, value):
-    write(target, lambda part: part.write_text(json.dumps(value, indent=2, sort_keys=True) + "\n"))
+    write_text(target, json.dumps(value, indent=2, sort_keys=True) + "\n")
 
 
 def hashes(folder: Path) -> dict[str, str]:

@@ -5,9 +5,12 @@ import json
 import math
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
-from .files import ADD_ON, PROCESSOR, WEIGHTS, Refused, download, write, write_json
+from benchmarks import whole
+
+from .files import ADD_ON, PROCESSOR, WEIGHTS, Refused, download, write_json
 
 
 def fresh(config_path: Path, target: Path):
@@ -34,7 +37,7 @@ def fresh(config_path: Path, target: Path):
             module.bias.data.zero_()
         elif list(module.parameters(recurse=False)):
             module.reset_parameters()
-    write(target, lambda part: save_file(relevance.state_dict(), part, metadata={"format": "pt"}))
+    whole.write(target, lambda part: save_file(relevance.state_dict(), part, metadata={"format": "pt"}))
 
 
 def merge(source: Path, target: Path, base: Path | None = None):
@@ -53,11 +56,11 @@ def merge(source: Path, target: Path, base: Path | None = None):
     names = [f"model-{i:05}-of-{total:05}.safetensors" for i in range(1, total + 1)]
     for name, shard in zip(names, shards, strict=False):
         print(f"merge: {shard.name} -> {name}", flush=True)
-        write(target / name, lambda part, shard=shard: shutil.copyfile(shard, part))
+        whole.write(target / name, partial(shutil.copyfile, shard))
     from safetensors.torch import load_file, save_file
 
     own = {f"relevance.{k}": v for k, v in load_file(source / ADD_ON).items()}
-    write(target / names[-1], lambda part: save_file(own, part, metadata={"format": "pt"}))
+    whole.write(target / names[-1], lambda part: save_file(own, part, metadata={"format": "pt"}))
     for name in names:
         for key, (start, end) in tensors_of(target / name).items():
             where[key], size = name, size + end - start
@@ -101,7 +104,7 @@ def split(source: Path, target: Path, base: str, revision: str | None):
     if not own:
         raise Refused(f"{source} holds no weights of ARR-COC (relevance.*): nothing to split off.")
     target.mkdir(parents=True, exist_ok=True)
-    write(target / ADD_ON, lambda part: save_file(own, part, metadata={"format": "pt"}))
+    whole.write(target / ADD_ON, lambda part: save_file(own, part, metadata={"format": "pt"}))
     write_json(target / "config.json", config | {"base_model_name_or_path": base, "base_model_revision": revision})
     copy_small(source, target)
 
@@ -110,7 +113,7 @@ def copy_small(source: Path, target: Path, base: Path | None = None):
     for name in ("generation_config.json", *PROCESSOR):
         for folder in (source, base):
             if folder and (folder / name).is_file():
-                write(target / name, lambda part, path=folder / name: shutil.copyfile(path, part))
+                whole.write(target / name, partial(shutil.copyfile, folder / name))
                 break
 
 

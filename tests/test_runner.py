@@ -8,10 +8,12 @@ import sys
 
 import pyarrow.parquet as pq
 import pytest
+import torch
 from benching import sample, small_model, tiny_processor
+from safetensors.torch import save_file
 
 from arr_coc.checkpoints.make_tiny import TINY
-from benchmarks import runner, schema, tasks
+from benchmarks import runner, schema, tasks, whole
 from benchmarks.__main__ import main
 from benchmarks.methods import METHODS, named
 from benchmarks.tasks import Task
@@ -237,6 +239,32 @@ class TestCommandLine:
         assert main(["list"]) == 0
         said = capsys.readouterr().out
         assert all(f" {name} " in said for name in (*METHODS, *tasks.TASKS))
+
+
+def test_a_cpu_is_named_by_family_and_model(tmp_path):
+    info = tmp_path / "cpuinfo"
+    info.write_text("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\n" * 2)
+    assert runner.cpu_name(info) == "AMD EPYC 25/17"
+    assert runner.cpu_name(tmp_path / "none")
+
+
+class TestWhole:
+    def test_a_stopped_write_leaves_the_old_file_alone(self, tmp_path):
+        path = tmp_path / "new" / "rows.json"
+        whole.write_text(path, "old")
+
+        def half(part):
+            part.write_text("half")
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            whole.write(path, half)
+        assert path.read_text() == "old" and list(path.parent.iterdir()) == [path]
+
+    def test_what_safetensors_wrote_is_for_all_to_read(self, tmp_path):
+        path = tmp_path / "model.safetensors"
+        whole.write(path, lambda part: save_file({"x": torch.ones(1)}, part))
+        assert path.stat().st_mode & 0o777 == 0o644
 
 
 def test_the_probe_counts_how_far_questions_stand_apart(tmp_path, counted):

@@ -113,11 +113,21 @@ def test_a_stopped_run_goes_on(small, tmp_path, monkeypatch):
     assert calls == ["stock", "floor"] * 4 and len([json.loads(line) for line in log.read_text().splitlines()]) == 6
 
 
-def test_a_cpu_is_named_by_family_and_model(tmp_path):
-    info = tmp_path / "cpuinfo"
-    info.write_text("processor\t: 0\ncpu family\t: 25\nmodel\t\t: 17\nmodel name\t: AMD EPYC\n\n" * 2)
-    assert speed.cpu_name(info) == "AMD EPYC 25/17"
-    assert speed.cpu_name(tmp_path / "none")
+def test_times_of_two_machines_are_never_mixed(small, tmp_path, monkeypatch, capsys):
+    """Neither in a run's folder nor in the dataset, where the last run of each machine speaks."""
+    monkeypatch.setattr(speed, "random_model", lambda *_: small)
+    asked = ["speed", "--size", "192", "--budgets", "9", "--rounds", "1", "--methods", "floor", "--out", str(tmp_path)]
+    chip = "AMD EPYC 25/17"
+    monkeypatch.setattr(runner, "cpu_name", lambda: chip)
+    assert main(asked) == 0
+    said = json.loads((tmp_path / "run.json").read_text())
+    (path,) = schema.files(tmp_path)["speed"]
+    assert path.stem.startswith("speed-Qwen3-VL-2B-AMD-EPYC-25-17-") and path.stem.endswith(
+        f"threads-bfloat16-{said['date']}-{said['code'][:8]}"
+    )
+    chip = "another"
+    assert main(asked) == 2
+    assert f"holds rows of chip {said['chip']}, this is another" in capsys.readouterr().err
 
 
 def test_an_unknown_method_lists_what_exists(capsys):

@@ -27,7 +27,7 @@ from transformers import AutoProcessor, PrinterCallback, Trainer, TrainerCallbac
 from transformers.trainer_utils import get_last_checkpoint
 
 from arr_coc.checkpoints.make_tiny import tiny_config
-from benchmarks import scenes
+from benchmarks import scenes, whole
 from benchmarks.metrics import wilson
 
 from .averaging import RunningMean
@@ -129,7 +129,7 @@ class Report(TrainerCallback):
             if state.is_world_process_zero:
                 save_weights(self.mean.best, self.out)
                 record = describe(self.args, self.plan, self.mean.best, self.rows)
-                (self.out / "training.json").write_text(json.dumps(record, indent=1) + "\n")
+                whole.write_text(self.out / "training.json", json.dumps(record, indent=1) + "\n")
 
     def write(self, row: dict):
         self.rows.append(row)
@@ -206,8 +206,7 @@ class Report(TrainerCallback):
 def begin_log(log: Path, step: int):
     """Leaves the rows up to `step`: what a killed run logged after its last state is done, and logged, again."""
     rows = log.read_text().splitlines(keepends=True) if log.exists() else []
-    (part := log.with_suffix(".part")).write_text("".join(row for row in rows if json.loads(row)["step"] <= step))
-    os.replace(part, log)
+    whole.write_text(log, "".join(row for row in rows if json.loads(row)["step"] <= step))
 
 
 def plot_curves(log: Path, png: Path):
@@ -338,7 +337,7 @@ def soup(args: argparse.Namespace):
     own = ["state", "model.safetensors", "training.json", "log.jsonl", "curves.png"]
     shutil.copytree(args.models[0], args.out, ignore=lambda *_: own, dirs_exist_ok=True)
     write_weights(mean, args.out)
-    (args.out / "training.json").write_text(json.dumps({"command": command_line()}, indent=1) + "\n")
+    whole.write_text(args.out / "training.json", json.dumps({"command": command_line()}, indent=1) + "\n")
 
 
 def evaluate(args: argparse.Namespace):

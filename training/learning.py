@@ -4,7 +4,6 @@ Patches are cut and normalised on the device, equal to the processor's pixel_val
 for (its grids' tables) is computed once for each size.
 """
 
-import os
 from collections.abc import Callable
 from functools import lru_cache, partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from arr_coc import realizing
 from arr_coc.attending import SCALES
 from arr_coc.checkpoints.make_tiny import tiny_config
 from arr_coc.patches import to_patches
-from benchmarks import scenes
+from benchmarks import scenes, whole
 
 from .batches import SPELT
 from .few import pyramid_index
@@ -266,6 +265,4 @@ def save_weights(model: Qwen3VLForConditionalGeneration, folder: Path):
 
 def write_weights(weights: dict[str, Tensor], folder: Path):
     """model.safetensors as one: a reader sees the old file or the new one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(weights, folder / "model.safetensors.part", metadata={"format": "pt"})
-    os.replace(folder / "model.safetensors.part", folder / "model.safetensors")
+    whole.write(folder / "model.safetensors", lambda part: save_file(weights, part, metadata={"format": "pt"}))
