@@ -9,7 +9,8 @@
   memory is watched in the first round alone on a CPU: to watch it slows what is timed.
 - A prefill (stage `*`) is wall time from the processor's tensors to the first logits, its choosing in it. Preprocessing
   and the time of a further token stand beside it. Stage `model` is what the FLOP model of `flops.py` foretells.
-- Each measurement is written as it is made: with `--out` a run that was stopped goes on where it was.
+- Each measurement is written as it is made: with `--out` a run that was stopped goes on where it was, on
+  the same device alone.
 
 Time is true with random weights, accuracy is not asked here. Absolute seconds mean little on a shared machine: read the
 ratios.

@@ -16,7 +16,7 @@ from arr_coc.publishing.files import ADD_ON, PLACEHOLDERS
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.skipif(not OLAH.exists(), reason="olah is not installed: `make olah`"),
+    pytest.mark.skipif(not OLAH.exists(), reason="olah is not installed: `make test-slow`"),
 ]
 BASE, OURS = "org/base", "org/arr-coc-vis"
 SHARDS = [f"model-0000{i}-of-00004.safetensors" for i in range(1, 5)]  # of the base
