@@ -316,15 +316,12 @@ def main(argv=None) -> int:
     shape += ", compiled" if args.compile else ""
     processor = RandomProcessor(model.config)
     log = Path(args.out) / "measured.jsonl" if args.out else None
-    said = facts(args.model, args.device, args.dtype) | {
-        "model": shape.split(",")[0],
-        "weights": shape.replace(", ", "-"),
-    }
+    said = facts(args.model, args.device, args.dtype)
+    device = said["chip"] + ("" if args.device.startswith("cuda") else f", {torch.get_num_threads()} threads")
+    said |= {"model": shape.split(",")[0], "weights": shape.replace(", ", "-"), "chip": device}
     if args.out:
         said = open_run(Path(args.out), said, ("code", "weights", "dtype", "chip"))
     rows = measure_all(model, processor, args, names, log)
-    cuda = args.device.startswith("cuda")
-    device = said["chip"] if cuda else f"{said['chip']}, {torch.get_num_threads()} threads"
     name = re.sub(r"\W+", "-", f"{shape} {device} {args.dtype}")
     run_id = f"speed-{name}-{said['date']}-{said['code'][:8]}"  # `timed` takes a device's last
     table = medians(rows, model.config, shape, device, dtype, run_id)
