@@ -307,21 +307,20 @@ def main(argv=None) -> int:
     for name in names:
         method_of(name)
     config = ArrCocConfig.from_pretrained(args.model)
-    dtype = getattr(torch, args.dtype)
-    model = random_model(config, dtype, args.device)
-    if args.compile:
-        model.model.visual.compile(dynamic=True)
-        model.model.language_model.compile(dynamic=True)
     shape = "Qwen3-VL-2B" if config.text_config.hidden_size == 2048 else Path(args.model).name
     shape += ", compiled" if args.compile else ""
-    processor = RandomProcessor(model.config)
     log = Path(args.out) / "measured.jsonl" if args.out else None
     said = facts(args.model, args.device, args.dtype)
     device = said["chip"] + ("" if args.device.startswith("cuda") else f", {torch.get_num_threads()} threads")
     said |= {"model": shape.split(",")[0], "weights": shape.replace(", ", "-"), "chip": device}
     if args.out:
         said = open_run(Path(args.out), said, ("code", "weights", "dtype", "chip"))
-    rows = measure_all(model, processor, args, names, log)
+    dtype = getattr(torch, args.dtype)
+    model = random_model(config, dtype, args.device)
+    if args.compile:
+        model.model.visual.compile(dynamic=True)
+        model.model.language_model.compile(dynamic=True)
+    rows = measure_all(model, RandomProcessor(model.config), args, names, log)
     name = re.sub(r"\W+", "-", f"{shape} {device} {args.dtype}")
     run_id = f"speed-{name}-{said['date']}-{said['code'][:8]}"  # `timed` takes a device's last
     table = medians(rows, model.config, shape, device, dtype, run_id)

@@ -114,7 +114,7 @@ def test_a_stopped_run_goes_on(small, tmp_path, monkeypatch):
 
 
 def test_times_of_two_machines_are_never_mixed(small, tmp_path, monkeypatch, capsys):
-    """Neither in a run's folder nor in the dataset, where the last run of each machine speaks."""
+    """A run's folder refuses the second, and a file's name says the machine and the day."""
     monkeypatch.setattr(speed, "random_model", lambda *_: small)
     asked = ["speed", "--size", "192", "--budgets", "9", "--rounds", "1", "--methods", "floor", "--out", str(tmp_path)]
     chip = "AMD EPYC 25/17"
